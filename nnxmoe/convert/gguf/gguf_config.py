@@ -106,62 +106,71 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
             f"the architecture {short(name)} is not supported in GGUF files (supported: {', '.join(_READ)}): "
             "load the model's safetensors files"
         )
-    kind, more, missing = _READ[name]
-    given = {key.removeprefix(f"{name}."): value for key, value in model.fields.items() if key.startswith(f"{name}.")}
-    if kind == "llama" and given.get("expert_count"):
-        kind, more = "mixtral", more | _MIXTRAL
-    known = _COMMON | more
-    needed = [key for key in _COMMON if key not in ("attention.head_count_kv", "rope.freq_base")]
-    needed += [key for key in known if key in _NEEDED and not (key in _WIDTH and name == "qwen3moe")]
-    if lacking := [key for key in needed if key not in given]:
-        raise model.error(f"{name}.{lacking[0]} is missing: the file is incomplete")
-    fields = dict(missing) | {
-        field: _one(model, f"{name}.{key}", given[key]) for key, field in known.items() if key in given
+    model_type, extra_keys, defaults = _READ[name]
+    metadata = {
+        key.removeprefix(f"{name}."): value for key, value in model.fields.items() if key.startswith(f"{name}.")
     }
-    _refuse(model, name, kind, {key: value for key, value in given.items() if key not in known})
-    _add_defaults(kind, fields)
+    if model_type == "llama" and metadata.get("expert_count"):
+        model_type, extra_keys = "mixtral", extra_keys | _MIXTRAL
+    keys = _COMMON | extra_keys
+    required_keys = [key for key in _COMMON if key not in ("attention.head_count_kv", "rope.freq_base")]
+    required_keys += [key for key in keys if key in _NEEDED and not (key in _WIDTH and name == "qwen3moe")]
+    if missing_keys := [key for key in required_keys if key not in metadata]:
+        raise model.error(f"{name}.{missing_keys[0]} is missing: the file is incomplete")
+    fields = dict(defaults) | {
+        field: _one(model, f"{name}.{key}", metadata[key]) for key, field in keys.items() if key in metadata
+    }
+    _refuse(model, name, model_type, {key: value for key, value in metadata.items() if key not in keys})
+    _add_defaults(model_type, fields)
     ids = special_ids(model)
     fields |= {
         "bos_token_id": ids.get("bos"),
         "pad_token_id": ids.get("padding"),
         "eos_token_id": end_ids(model) or None,
     }
-    fields |= {"model_type": kind, **rope_fields(model, name, given, fields["rope_theta"])}
-    _add_shapes(model, given, fields)
-    unused = sorted(given.keys() - known.keys() - _IMPLIED)
+    fields |= {"model_type": model_type, **rope_fields(model, name, metadata, fields["rope_theta"])}
+    _add_shapes(model, metadata, fields)
+    unused = sorted(metadata.keys() - keys.keys() - _IMPLIED)
     return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
 
 
-def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None:
+def _refuse(model: GGUF, name: str, model_type: str, metadata: Mapping[str, Any]) -> None:
     """Raise CheckpointError for metadata that changes results and that the model type's config cannot express."""
-    for key, value in sorted(given.items()):
+    for key, value in sorted(metadata.items()):
         values = set(value) if isinstance(value, tuple) else {value}
-        neutral = (
+        is_neutral = (
             key not in _REFUSED | _REFUSED_FACTORS | {"attention.causal", "expert_gating_func"}
             or (key in _REFUSED and not any(values))
             or (key in _REFUSED_FACTORS and values <= {0, 1})
             or (key == "attention.causal" and value is True)
-            or (key == "expert_gating_func" and value in (0, _GATES.get(kind, value)))
+            or (key == "expert_gating_func" and value in (0, _GATES.get(model_type, value)))
             or (key == "rope.freq_base_swa" and value == model.fields.get(f"{name}.rope.freq_base", 10_000.0))
-            or (key == "attention.sliding_window_pattern" and kind == "gpt_oss" and _alternates(value))
+            or (key == "attention.sliding_window_pattern" and model_type == "gpt_oss" and _alternates(value))
         )
-        if not neutral:
+        if not is_neutral:
             raise model.error(f"{name}.{key} is {short(value)}, which is not supported for {name}")
 
 
 def _alternates(pattern: Any) -> bool:
     """Return whether every second layer, starting with the first, has a sliding window."""
-    return pattern == 2 or (isinstance(pattern, tuple) and all(on == (i % 2 == 0) for i, on in enumerate(pattern)))
+    return pattern == 2 or (
+        isinstance(pattern, tuple) and all(has_window == (i % 2 == 0) for i, has_window in enumerate(pattern))
+    )
 
 
-def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
+def _add_defaults(model_type: str, fields: dict[str, Any]) -> None:
     """Add llama.cpp's defaults for missing keys, and replace zeros that mean "not used" with neutral values."""
     fields.setdefault("rope_theta", 10_000.0)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    for field, unused in {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "q_lora_rank": None}.items():
+    for field, neutral_value in {
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+    }.items():
         if field in fields and not fields[field]:
-            fields[field] = unused
-    if kind == "qwen3_moe" and "moe_intermediate_size" not in fields:
+            fields[field] = neutral_value
+    if model_type == "qwen3_moe" and "moe_intermediate_size" not in fields:
         fields["moe_intermediate_size"] = fields["intermediate_size"] // (fields["num_experts_per_tok"] or 1)
 
 
@@ -175,11 +184,11 @@ def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     fields: dict[str, Any] = {field: ids[key] for key, field in names.items() if key in ids}
     if ends := end_ids(model):
         fields["eos_token_id"] = ends
-    given = {key.removeprefix(prefix): value for key, value in model.fields.items() if key.startswith(prefix)}
-    sampling = {field: _one(model, prefix + key, given[key]) for key, field in _SAMPLING.items() if key in given}
+    metadata = {key.removeprefix(prefix): value for key, value in model.fields.items() if key.startswith(prefix)}
+    sampling = {field: _one(model, prefix + key, metadata[key]) for key, field in _SAMPLING.items() if key in metadata}
     if sampling:
         fields |= {"do_sample": sampling.get("temperature", 1) != 0, **sampling}
-    unused = sorted(prefix + key for key in given.keys() - _SAMPLING.keys())
+    unused = sorted(prefix + key for key in metadata.keys() - _SAMPLING.keys())
     return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
 
 
@@ -195,61 +204,68 @@ def _one(model: GGUF, key: str, value: Any) -> Any:
     return shortest(value)
 
 
-def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
+def _add_shapes(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """Add the fields that follow from the tensors, and the widths that llama.cpp stores as sums."""
     embed = model.tensors.get("token_embd.weight")
     if embed is None or len(embed.values) != 2:
         raise model.error("tensor token_embd.weight is missing or not a matrix: the file contains no language model")
     fields |= {"vocab_size": embed.values[0], "tie_word_embeddings": "output.weight" not in model.tensors}
-    kind, heads = fields["model_type"], fields.get("num_attention_heads")
-    if kind in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
+    model_type, heads = fields["model_type"], fields.get("num_attention_heads")
+    if model_type in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
         fields["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
-    if kind == "glm4_moe":
+    if model_type == "glm4_moe":
         fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in model.tensors
-    if kind != "deepseek_v3":
-        _add_width(model, given, fields)
+    if model_type != "deepseek_v3":
+        _add_width(model, metadata, fields)
     if fields.get("num_nextn_predict_layers") and type(fields.get("num_hidden_layers")) is int:
         fields["num_hidden_layers"] -= fields["num_nextn_predict_layers"]  # block_count includes prediction layers
-    if kind == "deepseek_v3":
-        _add_latent(model, given, fields, heads)
+    if model_type == "deepseek_v3":
+        _add_latent(model, metadata, fields, heads)
 
 
-def _add_width(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
+def _add_width(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """Add the head width. Rotary embeddings cover the whole head, except in GLM-4."""
-    kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
+    model_type, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
     if not all(type(size) is int and size > 0 for size in (hidden, heads)):
         return  # the config raises an error for these sizes
-    width = given.get("attention.key_length", hidden // heads)
-    rotated, values = given.get("rope.dimension_count", width), given.get("attention.value_length", width)
-    fits = width * heads == hidden or kind not in ("qwen2", "olmoe")
-    if values != width or not fits or (rotated != width and kind != "glm4_moe"):
-        sizes = f"key_length {short(width)}, value_length {short(values)}, rope.dimension_count {short(rotated)}"
-        raise model.error(f"heads with {sizes} are not supported for {kind} of width {hidden} with {heads} heads")
-    if kind not in ("qwen2", "olmoe"):
-        fields["head_dim"] = width
-    if kind == "glm4_moe" and width:
-        fields["partial_rotary_factor"] = rotated / width
-
-
-def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], heads: Any) -> None:
-    rotated = given.get("rope.dimension_count")
-    width, values = (
-        given.get(f"attention.{name}_length_mla", given.get(f"attention.{name}_length")) for name in ("key", "value")
+    width = metadata.get("attention.key_length", hidden // heads)
+    rotated_width, value_width = (
+        metadata.get("rope.dimension_count", width),
+        metadata.get("attention.value_length", width),
     )
-    if not all(type(size) is int for size in (rotated, width, values)):
+    is_supported = width * heads == hidden or model_type not in ("qwen2", "olmoe")
+    if value_width != width or not is_supported or (rotated_width != width and model_type != "glm4_moe"):
+        sizes = (
+            f"key_length {short(width)}, value_length {short(value_width)}, rope.dimension_count {short(rotated_width)}"
+        )
+        raise model.error(f"heads with {sizes} are not supported for {model_type} of width {hidden} with {heads} heads")
+    if model_type not in ("qwen2", "olmoe"):
+        fields["head_dim"] = width
+    if model_type == "glm4_moe" and width:
+        fields["partial_rotary_factor"] = rotated_width / width
+
+
+def _add_latent(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any], heads: Any) -> None:
+    rotated_width = metadata.get("rope.dimension_count")
+    width, value_width = (
+        metadata.get(f"attention.{name}_length_mla", metadata.get(f"attention.{name}_length"))
+        for name in ("key", "value")
+    )
+    if not all(type(size) is int for size in (rotated_width, width, value_width)):
         raise model.error("deepseek2 requires rope.dimension_count, attention.key_length and attention.value_length")
-    fields |= {"qk_nope_head_dim": width - rotated, "qk_rope_head_dim": rotated, "v_head_dim": values}
+    fields |= {"qk_nope_head_dim": width - rotated_width, "qk_rope_head_dim": rotated_width, "v_head_dim": value_width}
     fields |= {"num_key_value_heads": heads}  # the file has 1, because llama.cpp computes in the latent space
-    corrected = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
+    has_correction = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
     # Older files of GLM-4.7-Flash, a model with sigmoid routers, lack the key. As in llama.cpp, the number of layers
     # and the vocabulary size identify this model.
-    sized = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
-    gate = given.get("expert_gating_func") or (2 if sized else 1)
-    if gate not in (1, 2) or (gate == 1 and corrected):
-        more = " with exp_probs_b.bias" if corrected else ""
+    is_glm_flash = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
+    scoring_function = metadata.get("expert_gating_func") or (2 if is_glm_flash else 1)
+    if scoring_function not in (1, 2) or (scoring_function == 1 and has_correction):
+        remark = " with exp_probs_b.bias" if has_correction else ""
         raise model.error(
-            f"deepseek2.expert_gating_func {short(gate)}{more} is not supported; supported: 1 (softmax) and 2 (sigmoid)"
+            f"deepseek2.expert_gating_func {short(scoring_function)}{remark} is not supported; "
+            "supported: 1 (softmax) and 2 (sigmoid)"
         )
-    if gate == 1:
-        grouped = fields["n_group"] and fields["n_group"] > 1
-        fields |= {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if grouped else "greedy"}
+    if scoring_function == 1:
+        has_groups = fields["n_group"] and fields["n_group"] > 1
+        fields |= {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if has_groups else "greedy"}

@@ -74,21 +74,21 @@ class GGUF:
         Raises CheckpointError if a file is malformed or missing.
         """
         files = _splits(file)
-        headers = [_header(each, each.stat().st_mtime_ns) for each in files]
+        headers = [_header(path, path.stat().st_mtime_ns) for path in files]
         fields, tensors = headers[0][0], dict[str, GGUFInfo]()
-        for number, (each, (found, infos)) in enumerate(zip(files, headers, strict=True)):
-            if (found.get("split.no", 0), found.get("split.count", 1) or 1) != (number, len(files)):
-                says = f"split.no {short(found.get('split.no', 0))}, split.count {short(found.get('split.count', 1))}"
+        for number, (path, (header, infos)) in enumerate(zip(files, headers, strict=True)):
+            if (header.get("split.no", 0), header.get("split.count", 1) or 1) != (number, len(files)):
+                text = f"split.no {short(header.get('split.no', 0))}, split.count {short(header.get('split.count', 1))}"
                 raise CheckpointError(
-                    f"{each}: {says}, but its name says {number} of {len(files)}: restore the original name"
+                    f"{path}: {text}, but its name says {number} of {len(files)}: restore the original name"
                 )
-            if twice := sorted(tensors.keys() & infos.keys()):
-                raise _damaged(each, f"tensor {short(twice[0])} is also in another split")
+            if duplicates := sorted(tensors.keys() & infos.keys()):
+                raise _damaged(path, f"tensor {short(duplicates[0])} is also in another split")
             tensors |= infos
-        wanted = fields.get("split.tensors.count", len(tensors))
-        if wanted != len(tensors):
+        expected_count = fields.get("split.tensors.count", len(tensors))
+        if expected_count != len(tensors):
             raise CheckpointError(
-                f"{file}: split.tensors.count is {short(wanted)}, but the splits contain {len(tensors)}"
+                f"{file}: split.tensors.count is {short(expected_count)}, but the splits contain {len(tensors)}"
             )
         return cls(file, tuple(files), fields, tensors)
 
@@ -104,8 +104,8 @@ class GGUF:
         return value
 
 
-def _damaged(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{file}: {what}; the file is damaged or incomplete: download or write it again")
+def _damaged(file: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {problem}; the file is damaged or incomplete: download or write it again")
 
 
 def library() -> Any:
@@ -121,11 +121,11 @@ def _splits(file: Path) -> list[Path]:
     match = _SPLIT.search(file.name)
     if match is None:
         return [file]
-    count, start = int(match[2]), file.name[: match.start()]
+    count, stem = int(match[2]), file.name[: match.start()]
     if not 1 <= count <= _MAX_FIELDS:
         raise CheckpointError(f"{file}: its name specifies an unsupported split into {count} files")
-    files = [file.with_name(f"{start}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-    if missing := [each.name for each in files if not os.path.lexists(each)]:
+    files = [file.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if missing := [path.name for path in files if not os.path.lexists(path)]:
         raise CheckpointError(f"{file} is one of {count} files, but {missing[0]} is not in the folder: download it")
     return files
 
@@ -141,8 +141,8 @@ class _Reader:
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
-            takes = f"{what} at byte {self.at} takes {count} bytes"
-            raise _damaged(self.path, f"{takes}, but the header can have at most {self.size - self.at} more")
+            request = f"{what} at byte {self.at} takes {count} bytes"
+            raise _damaged(self.path, f"{request}, but the header can have at most {self.size - self.at} more")
         data = self.file.read(count)
         if len(data) < count:
             raise _damaged(self.path, f"it ends at byte {self.at + len(data)}, within {what}")
@@ -164,14 +164,14 @@ class _Reader:
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY or inside:
-            nested = " in an array" if inside else ""
-            raise _damaged(self.path, f"{what} has the unknown type {kind}{nested}")
-        (element,), (count,) = self.numbers("I", 1, what), self.numbers("Q", 1, what)
-        if element in _NUMBERS:
-            return self.numbers(_NUMBERS[element], count, what) if count else ()
+            context = " in an array" if inside else ""
+            raise _damaged(self.path, f"{what} has the unknown type {kind}{context}")
+        (element_type,), (count,) = self.numbers("I", 1, what), self.numbers("Q", 1, what)
+        if element_type in _NUMBERS:
+            return self.numbers(_NUMBERS[element_type], count, what) if count else ()
         if 8 * count > self.size - self.at:  # a string takes at least 8 bytes
             raise _damaged(self.path, f"{what} is an array of {count}, more than the file can contain")
-        return tuple(self.value(element, what, inside=True) for _ in range(count))
+        return tuple(self.value(element_type, what, inside=True) for _ in range(count))
 
 
 @functools.lru_cache(maxsize=4)
@@ -191,58 +191,68 @@ def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], M
         raise CheckpointError(f"{path} is not a GGUF file: it does not start with the bytes GGUF")
     (version,) = reader.numbers("I", 1, "the version")
     if version not in (2, 3):
-        big = version and version & 0xFFFF == 0
-        why = "it is big-endian" if big else f"version {version} is not supported, only 2 and 3"
-        raise CheckpointError(f"{path}: {why}: convert the model again with a current llama.cpp")
-    count, pairs = reader.numbers("Q", 2, "the counts")
-    if count > _MAX_TENSORS or pairs > _MAX_FIELDS:
-        raise CheckpointError(f"{path}: {count} tensors and {pairs} fields; at most {_MAX_TENSORS}, {_MAX_FIELDS}")
+        is_big_endian = version and version & 0xFFFF == 0
+        reason = "it is big-endian" if is_big_endian else f"version {version} is not supported, only 2 and 3"
+        raise CheckpointError(f"{path}: {reason}: convert the model again with a current llama.cpp")
+    num_tensors, num_fields = reader.numbers("Q", 2, "the counts")
+    if num_tensors > _MAX_TENSORS or num_fields > _MAX_FIELDS:
+        raise CheckpointError(
+            f"{path}: {num_tensors} tensors and {num_fields} fields; at most {_MAX_TENSORS}, {_MAX_FIELDS}"
+        )
     fields: dict[str, Any] = {}
-    for _ in range(pairs):
+    for _ in range(num_fields):
         key = reader.string("a key", _MAX_NAME)
         if key in fields:
             raise _damaged(path, f"the key {short(key)} occurs twice")
         fields[key] = reader.value(reader.numbers("I", 1, short(key))[0], short(key))
     entries = []  # name, shape (rows first), type and offset
-    for _ in range(count):
+    for _ in range(num_tensors):
         name = reader.string("the name of a tensor", _MAX_NAME)
         (rank,) = reader.numbers("I", 1, short(name))
         if rank > _MAX_RANK:
             raise CheckpointError(f"{path}: tensor {short(name)} has {rank} dimensions, more than {_MAX_RANK}")
         shape = reader.numbers("Q", rank, short(name))[::-1]
         entries.append((name, shape, *reader.numbers("I", 1, short(name)), *reader.numbers("Q", 1, short(name))))
-    align = fields.get("general.alignment", 32)
-    if type(align) is not int or not 1 <= align <= 1 << 20 or align & align - 1:
-        raise CheckpointError(f"{path}: general.alignment must be a power of two, got {short(align)}")
-    return fields, _located(path, entries, -(-reader.at // align) * align, align, size)
+    alignment = fields.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & alignment - 1:
+        raise CheckpointError(f"{path}: general.alignment must be a power of two, got {short(alignment)}")
+    return fields, _located(path, entries, -(-reader.at // alignment) * alignment, alignment, size)
 
 
 def _located(
-    path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, align: int, size: int
+    path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
 ) -> dict[str, GGUFInfo]:
     """Locate the tensors. As in llama.cpp, the data must be in header order, without gaps except for padding."""
     types, sizes = library().GGMLQuantizationType, library().GGML_QUANT_SIZES
-    found, at = dict[str, GGUFInfo](), 0
-    for name, shape, number, offset in entries:
+    tensors, position = dict[str, GGUFInfo](), 0
+    for name, shape, type_number, offset in entries:
         tensor = f"tensor {short(name)}"
-        if name in found:
+        if name in tensors:
             raise _damaged(path, f"{tensor} occurs twice")
-        if number not in set(types) or types(number) not in sizes:
-            known = f"which gguf {importlib.metadata.version('gguf')} does not support: update gguf"
-            raise CheckpointError(f"{path}: {tensor} has the type {number}, {known}")
-        kind, (group, width) = types(number).name, sizes[types(number)]
-        if math.prod(max(1, n) for n in shape) >= 2**60:
+        if type_number not in set(types) or types(type_number) not in sizes:
+            remedy = f"which gguf {importlib.metadata.version('gguf')} does not support: update gguf"
+            raise CheckpointError(f"{path}: {tensor} has the type {type_number}, {remedy}")
+        tensor_type, (group, width) = types(type_number).name, sizes[types(type_number)]
+        if math.prod(max(1, length) for length in shape) >= 2**60:
             raise _damaged(path, f"{tensor}: shape {short(list(shape))} is too large")
-        last = shape[-1] if shape else 1
-        if last % group:
-            raise _damaged(path, f"{tensor}: rows of {last} cannot be divided into {kind} blocks of {group}")
-        octets = math.prod(shape[:-1]) * (last // group) * width
-        if offset != at or start + offset + octets > size:
-            why = f"starts at {offset} instead of {at}" if offset != at else f"ends beyond the file's {size} bytes"
-            raise _damaged(path, f"{tensor} {why}")
-        at = -(-(offset + octets) // align) * align
-        plain = kind in DTYPES
-        rows = shape if plain else (*shape[:-1], last // group * width)
-        place = start + offset, start + offset + octets
-        found[name] = GGUFInfo(name, path, kind if plain else "U8", rows, *place, kind=kind, values=shape)
-    return found
+        row_length = shape[-1] if shape else 1
+        if row_length % group:
+            raise _damaged(
+                path, f"{tensor}: rows of {row_length} cannot be divided into {tensor_type} blocks of {group}"
+            )
+        octets = math.prod(shape[:-1]) * (row_length // group) * width
+        if offset != position or start + offset + octets > size:
+            reason = (
+                f"starts at {offset} instead of {position}"
+                if offset != position
+                else f"ends beyond the file's {size} bytes"
+            )
+            raise _damaged(path, f"{tensor} {reason}")
+        position = -(-(offset + octets) // alignment) * alignment
+        is_plain = tensor_type in DTYPES
+        rows = shape if is_plain else (*shape[:-1], row_length // group * width)
+        span = start + offset, start + offset + octets
+        tensors[name] = GGUFInfo(
+            name, path, tensor_type if is_plain else "U8", rows, *span, kind=tensor_type, values=shape
+        )
+    return tensors

@@ -17,7 +17,7 @@ def shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) -> dict[str, Any]:
+def rope_fields(model: GGUF, name: str, metadata: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Return the rope fields of config.json.
 
     Missing keys have llama.cpp's defaults: linear scaling by a factor of 1. llama.cpp stores Llama 3's scaling as one
@@ -29,63 +29,65 @@ def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) 
         given: Metadata of the architecture, by key without the prefix.
         theta: Base of the rotary frequencies.
     """
-    scaling = {key.removeprefix("rope.scaling."): shortest(v) for key, v in given.items() if "rope.scaling." in key}
-    kind = scaling.get("type", "linear")
-    factor = scaling.get("factor", shortest(given.get("rope.scale_linear", 0.0))) or 1.0
+    scaling = {
+        key.removeprefix("rope.scaling."): shortest(value) for key, value in metadata.items() if "rope.scaling." in key
+    }
+    scaling_type = scaling.get("type", "linear")
+    factor = scaling.get("factor", shortest(metadata.get("rope.scale_linear", 0.0))) or 1.0
     factors = model.tensors.get("rope_freqs.weight")
 
-    def refuse(key: str, value: Any, why: str = "") -> None:
+    def refuse(key: str, value: Any, context: str = "") -> None:
         raise model.error(
-            f"{name}.rope.scaling.{key} {short(value)}{why} is not supported; linear and yarn are supported"
+            f"{name}.rope.scaling.{key} {short(value)}{context} is not supported; linear and yarn are supported"
         )
 
-    if kind not in ("none", "linear", "yarn"):
-        refuse("type", kind)
+    if scaling_type not in ("none", "linear", "yarn"):
+        refuse("type", scaling_type)
     if not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise model.error(f"{name}.rope.scaling.factor must be a positive number, got {short(factor)}")
-    _refuse_unused(kind, scaling, refuse)
+    _refuse_unused(scaling_type, scaling, refuse)
     if factors is not None:
-        if kind == "yarn" or (kind == "linear" and factor != 1):
-            refuse("type", kind, " with rope_freqs.weight")
+        if scaling_type == "yarn" or (scaling_type == "linear" and factor != 1):
+            refuse("type", scaling_type, " with rope_freqs.weight")
         return _llama3(model, factors, theta)
-    if kind == "none" or factor == 1:
+    if scaling_type == "none" or factor == 1:
         return {}
-    if kind == "linear":
+    if scaling_type == "linear":
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     return {"rope_scaling": _yarn(name, factor, scaling, refuse)}
 
 
-def _refuse_unused(kind: str, scaling: Mapping[str, Any], refuse: Any) -> None:
+def _refuse_unused(scaling_type: str, scaling: Mapping[str, Any], refuse: Any) -> None:
     """Call ``refuse`` for values that change results in a way that no rope of nnxmoe supports."""
-    if kind != "yarn" and scaling.get("attn_factor", 1) != 1:
-        refuse("attn_factor", scaling["attn_factor"], f" with type {kind}")
+    if scaling_type != "yarn" and scaling.get("attn_factor", 1) != 1:
+        refuse("attn_factor", scaling["attn_factor"], f" with type {scaling_type}")
     if scaling.get("alpha"):
         refuse("alpha", scaling["alpha"])
-    if kind == "yarn" and scaling.get("yarn_ext_factor", 1) not in (-1, 1):
+    if scaling_type == "yarn" and scaling.get("yarn_ext_factor", 1) not in (-1, 1):
         refuse("yarn_ext_factor", scaling["yarn_ext_factor"])
 
 
 def _yarn(name: str, factor: float, scaling: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
-    renamed = {"original_context_length": "original_max_position_embeddings"}
-    renamed |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    found |= {field: scaling[key] for key, field in renamed.items() if key in scaling}
+    field_names = {"original_context_length": "original_max_position_embeddings"}
+    field_names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    fields: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    fields |= {field: scaling[key] for key, field in field_names.items() if key in scaling}
     if name == "gpt-oss":
-        found["truncate"] = False
-    attention = 1 + 0.1 * math.log(max(factor, 1))
-    if (log := scaling.get("yarn_log_multiplier")) and name == "deepseek2":
-        scale = round(10 * log, 6)  # deepseek2's converter stores mscale_all_dim / 10
-        found |= {"mscale": scale, "mscale_all_dim": scale}
-        attention = 1.0
-    elif log:
-        refuse("yarn_log_multiplier", log)
+        fields["truncate"] = False
+    attention_factor = 1 + 0.1 * math.log(max(factor, 1))
+    if (log_multiplier := scaling.get("yarn_log_multiplier")) and name == "deepseek2":
+        scale = round(10 * log_multiplier, 6)  # deepseek2's converter stores mscale_all_dim / 10
+        fields |= {"mscale": scale, "mscale_all_dim": scale}
+        attention_factor = 1.0
+    elif log_multiplier:
+        refuse("yarn_log_multiplier", log_multiplier)
     # The converter stores transformers' attention_factor. llama.cpp replaces a different value with its own value.
-    if not math.isclose(scaling.get("yarn_attn_factor", attention), attention, rel_tol=1e-5):
+    if not math.isclose(scaling.get("yarn_attn_factor", attention_factor), attention_factor, rel_tol=1e-5):
         if scaling["yarn_attn_factor"] != 1:
             refuse("yarn_attn_factor", scaling["yarn_attn_factor"])
-    if (more := scaling.get("attn_factor", 1)) != 1:
-        found["attention_factor"] = attention * more
-    return found
+    if (extra_factor := scaling.get("attn_factor", 1)) != 1:
+        fields["attention_factor"] = attention_factor * extra_factor
+    return fields
 
 
 def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
@@ -93,18 +95,25 @@ def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
         raise model.error(f"rope_freqs.weight is {info.kind} {list(info.values)}: it must be an F32 vector")
     with open(info.file, "rb") as file:
         file.seek(info.begin)
-        found = np.frombuffer(file.read(info.nbytes), "<f4")
-    if (found == 1).all():
+        factors = np.frombuffer(file.read(info.nbytes), "<f4")
+    if (factors == 1).all():
         return {}
-    low, high, most = 1.0, 4.0, float(found.max())
-    plain, ramp = theta ** (-np.arange(len(found)) / len(found)), (found > 1.001) & (found < 0.999 * most)
-    kept = (1 / found[ramp] - 1 / most) / (1 - 1 / most)
-    turns = (low + kept * (high - low)) * 2 * np.pi / plain[ramp]  # original context length, estimated per factor
-    positions = round(float(np.median(turns))) if ramp.any() else 8192
-    wanted = Llama3Rope(2 * len(found), theta, most, low, high, positions)
-    if not np.allclose(plain / np.asarray(wanted.frequencies(jnp.int32(0))), found, rtol=1e-4):
+    low_factor, high_factor, max_factor = 1.0, 4.0, float(factors.max())
+    frequencies, mask = (
+        theta ** (-np.arange(len(factors)) / len(factors)),
+        (factors > 1.001) & (factors < 0.999 * max_factor),
+    )
+    weight = (1 / factors[mask] - 1 / max_factor) / (1 - 1 / max_factor)
+    # Estimate the original context length from each factor.
+    lengths = (low_factor + weight * (high_factor - low_factor)) * 2 * np.pi / frequencies[mask]
+    original_length = round(float(np.median(lengths))) if mask.any() else 8192
+    rope = Llama3Rope(2 * len(factors), theta, max_factor, low_factor, high_factor, original_length)
+    if not np.allclose(frequencies / np.asarray(rope.frequencies(jnp.int32(0))), factors, rtol=1e-4):
         raise model.error(
-            f"rope_freqs.weight has factors that differ from Llama 3's, which is not supported: {short(found.tolist())}"
+            f"rope_freqs.weight has factors that differ from Llama 3's, which is not supported: "
+            f"{short(factors.tolist())}"
         )
-    rope = {"factor": most, "low_freq_factor": low, "high_freq_factor": high}
-    return {"rope_scaling": {"rope_type": "llama3", **rope, "original_max_position_embeddings": positions}}
+    rope_scaling = {"factor": max_factor, "low_freq_factor": low_factor, "high_freq_factor": high_factor}
+    return {
+        "rope_scaling": {"rope_type": "llama3", **rope_scaling, "original_max_position_embeddings": original_length}
+    }

@@ -99,38 +99,38 @@ def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
 
     Raises CheckpointError for unsupported and malformed tokenizers.
     """
-    tokens, kinds = _texts(model, "tokens"), model.fields.get(f"{_KEY}token_type", ())
-    if len(kinds) not in (0, len(tokens)):
-        raise model.error(f"{_KEY}token_type has {len(kinds)} entries, but there are {len(tokens)} tokens")
-    kind, split = model.text(f"{_KEY}model"), model.fields.get(f"{_KEY}pre", "default")
-    if kind == "gpt2":
+    tokens, token_types = _texts(model, "tokens"), model.fields.get(f"{_KEY}token_type", ())
+    if len(token_types) not in (0, len(tokens)):
+        raise model.error(f"{_KEY}token_type has {len(token_types)} entries, but there are {len(tokens)} tokens")
+    tokenizer_type, split = model.text(f"{_KEY}model"), model.fields.get(f"{_KEY}pre", "default")
+    if tokenizer_type == "gpt2":
         if f"{_KEY}pre" not in model.fields:
             logger.warning("%s has no tokenizer.ggml.pre: texts are split by llama.cpp's default rule", model.file)
-        parts = _byte_level(model, tokens, split)
-    elif kind == "llama":
-        parts = _sentencepiece(model, tokens)
+        components = _byte_level(model, tokens, split)
+    elif tokenizer_type == "llama":
+        components = _sentencepiece(model, tokens)
     else:
-        raise model.error(f"{_KEY}model {short(kind)} is not supported; supported: gpt2 and llama")
+        raise model.error(f"{_KEY}model {short(tokenizer_type)} is not supported; supported: gpt2 and llama")
     ids = special_ids(model)
-    named = {name: tokens[ids[key]] for name, key in _NAMES.items() if key in ids}
-    whole = {
+    special_tokens = {name: tokens[ids[key]] for name, key in _NAMES.items() if key in ids}
+    tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(model, tokens, kinds),
-        **parts,
+        "added_tokens": _added(model, tokens, token_types),
+        **components,
     }
-    adds_first = model.fields.get(f"{_KEY}add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
-    adds_last = model.fields.get(f"{_KEY}add_eos_token", False)
-    ends = [_end(model, tokens, key) if wanted else None for key, wanted in (("bos", adds_first), ("eos", adds_last))]
-    whole["post_processor"] = _with_ends(ends[0], ends[1], {text: number for number, text in enumerate(tokens)})
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    adds_bos = model.fields.get(f"{_KEY}add_bos_token", tokenizer_type == "llama" or split in _WHOLE_WORDS)
+    adds_eos = model.fields.get(f"{_KEY}add_eos_token", False)
+    ends = [_end(model, tokens, key) if add else None for key, add in (("bos", adds_bos), ("eos", adds_eos))]
+    tokenizer["post_processor"] = _with_ends(ends[0], ends[1], {text: number for number, text in enumerate(tokens)})
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
     templates = {key: value for key, value in model.fields.items() if key.startswith("tokenizer.chat_template")}
     if templates:
         entries = [{"name": key.removeprefix("tokenizer.chat_template").strip(".") or "default", "template": value}
                    for key, value in templates.items() if isinstance(value, str)]  # fmt: skip
         config["chat_template"] = entries[0]["template"] if len(entries) == 1 else entries
-    return {"tokenizer.json": whole, "tokenizer_config.json": config}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
 
 
 def _texts(model: GGUF, key: str) -> tuple[str, ...]:
@@ -146,17 +146,18 @@ def special_ids(model: GGUF) -> dict[str, int]:
     The keys are ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding``. The default ids of byte-level
     vocabularies are Falcon's ids, and apply only if the token is a control token.
     """
-    tokens, kinds = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
-    kind = model.fields.get(f"{_KEY}model")
+    tokens, token_types = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
+    tokenizer_type = model.fields.get(f"{_KEY}model")
     defaults = {
         key: number
-        for key, number in _DEFAULT_IDS.get(kind if isinstance(kind, str) else "", {}).items()
-        if number < len(tokens) and (kind == "llama" or (number < len(kinds) and kinds[number] == _CONTROL))
+        for key, number in _DEFAULT_IDS.get(tokenizer_type if isinstance(tokenizer_type, str) else "", {}).items()
+        if number < len(tokens)
+        and (tokenizer_type == "llama" or (number < len(token_types) and token_types[number] == _CONTROL))
     }
     if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe"):
         defaults.pop("bos", None)
-    given = {key: _id(model, key, len(tokens)) for key in (*_NAMES.values(), "eot", "eom")}
-    return defaults | {key: number for key, number in given.items() if number is not None}
+    file_ids = {key: _id(model, key, len(tokens)) for key in (*_NAMES.values(), "eot", "eom")}
+    return defaults | {key: number for key, number in file_ids.items() if number is not None}
 
 
 def end_ids(model: GGUF) -> list[int]:
@@ -171,19 +172,19 @@ def end_ids(model: GGUF) -> list[int]:
     return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
 
 
-def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list[dict[str, Any]]:
+def _added(model: GGUF, tokens: tuple[str, ...], token_types: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return the tokens to match before a text is split. In Phi-3, a match includes the spaces after the token."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
-    ends, types = set(end_ids(model)), kinds or (1,) * len(tokens)
+    ends, types = set(end_ids(model)), token_types or (1,) * len(tokens)
     return [
         {
             **flags,
-            **{"id": number, "content": text, "special": of != _OWN or text in _ENDS},
+            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS},
             "rstrip": phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
         }
-        for number, (text, of) in enumerate(zip(tokens, types, strict=True))
-        if text and (of in (_UNKNOWN, _CONTROL, _OWN) or (number in ends and text in _ENDS))
+        for number, (text, token_type) in enumerate(zip(tokens, types, strict=True))
+        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or (number in ends and text in _ENDS))
     ]
 
 
@@ -206,10 +207,10 @@ def _id(model: GGUF, key: str, count: int) -> int | None:
 
 
 def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    vocabulary: dict[str, int] = {}
     for number, text in enumerate(tokens):
-        found.setdefault(text, number)
-    return found
+        vocabulary.setdefault(text, number)
+    return vocabulary
 
 
 def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, Any]:
@@ -219,21 +220,21 @@ def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, A
             "model's original folder with nnxmoe.Tokenizer.from_pretrained"
         )
     patterns, merges = _SPLITS[split], _texts(model, "merges")
-    level = {
+    byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
         "use_regex": False,
     }
-    steps = [
+    splits = [
         {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False} for text in patterns
     ]
     bpe: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
     bpe |= {"ignore_merges": split in _WHOLE_WORDS, "vocab": _vocabulary(tokens), "merges": list(merges)}
     return {
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, level]},
-        "decoder": level,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "decoder": byte_level,
         "model": bpe,
     }
 
@@ -242,20 +243,20 @@ def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
     scores, vocab = model.fields.get(f"{_KEY}scores", ()), _vocabulary(tokens)
     if len(scores) != len(tokens):
         raise model.error(f"{_KEY}scores has {len(scores)} entries, but there are {len(tokens)} tokens")
-    first = bool(model.fields.get(f"{_KEY}add_space_prefix", True))
-    unknown = special_ids(model).get("unknown")
-    bpe = {"type": "BPE", "dropout": None, "unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
+    has_prefix = bool(model.fields.get(f"{_KEY}add_space_prefix", True))
+    unk_id = special_ids(model).get("unknown")
+    bpe = {"type": "BPE", "dropout": None, "unk_token": None if unk_id is None else tokens[unk_id], "fuse_unk": True}
     bpe |= {"byte_fallback": True, "ignore_merges": False, "vocab": vocab, "merges": _merges(vocab, scores)}
-    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * first
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * has_prefix
     # A space is prepended to every text between special tokens, even if the text begins with a space.
-    space: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * first
-    space.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    normalizers: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * has_prefix
+    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
     return {
-        "normalizer": {"type": "Sequence", "normalizers": space},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": steps},
+        "decoder": {"type": "Sequence", "decoders": decoders},
         "model": bpe,
     }
 
@@ -267,10 +268,10 @@ def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[st
     SentencePiece's scores are distinct.
     """
     pairs = [
-        (text[:cut], text[cut:], scores[number])
+        (text[:position], text[position:], scores[number])
         for text, number in vocab.items()
-        for cut in range(1, len(text))
-        if text[:cut] in vocab and text[cut:] in vocab
+        for position in range(1, len(text))
+        if text[:position] in vocab and text[position:] in vocab
     ]
     texts = {left + right for left, right, _ in pairs}
     if len({scores[vocab[text]] for text in texts}) < len(texts):
@@ -282,11 +283,11 @@ def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[st
 def _with_ends(first: str | None, last: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
     """Return the post-processor that adds a first and a last token to a text."""
 
-    def ends(parts: list[tuple[str, int]]) -> list[dict[str, Any]]:
-        texts = [{"Sequence": {"id": name, "type_id": kind}} for name, kind in parts]
-        before, after = ([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [] for token in (first, last))
-        return list(itertools.chain(before, texts, after))
+    def template(sequence_ids: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        sequences = [{"Sequence": {"id": name, "type_id": type_id}} for name, type_id in sequence_ids]
+        prefix, suffix = ([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [] for token in (first, last))
+        return list(itertools.chain(prefix, sequences, suffix))
 
-    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (first, last) if token}
-    pair = ends([("A", 0), ("B", 1)])
-    return {"type": "TemplateProcessing", "single": ends([("A", 0)]), "pair": pair, "special_tokens": special}
+    entries = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (first, last) if token}
+    pair = template([("A", 0), ("B", 1)])
+    return {"type": "TemplateProcessing", "single": template([("A", 0)]), "pair": pair, "special_tokens": entries}

@@ -63,17 +63,17 @@ _AROUND = re.compile(
 _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or a temporary folder of an interrupted save
 
 
-def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
+def roundings(model: CausalLM, arrays: LazyArrays) -> list[str]:
     """Describe the tensors that MaxText's layout scales by a factor and rounds to less than float32 precision."""
-    narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, value_changes(model)
-    factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
-    kinds = ", ".join(sorted(map(str, narrow)))
-    inexact = [(what, factor) for what, factor in factors if narrow and math.frexp(factor)[0] != 0.5]
-    return [f"{what} by sqrt({round(factor**2)}) are rounded to {kinds}" for what, factor in inexact]
+    narrow_dtypes, changes = {a.dtype for a in arrays.values()} - {np.dtype(np.float32)}, value_changes(model)
+    factors = [("queries divided", changes[QUERY].over), ("embeddings multiplied", changes[EMBED].times)]
+    dtype_names = ", ".join(sorted(map(str, narrow_dtypes)))
+    rounded = [(noun, factor) for noun, factor in factors if narrow_dtypes and math.frexp(factor)[0] != 0.5]
+    return [f"{noun} by sqrt({round(factor**2)}) are rounded to {dtype_names}" for noun, factor in rounded]
 
 
-def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
-    for text in roundings(model, found):
+def _warn_of_rounding(model: CausalLM, arrays: LazyArrays) -> None:
+    for text in roundings(model, arrays):
         logger.warning("%s, as in MaxText; float32 avoids the rounding", text)
 
 
@@ -88,10 +88,10 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
         scan_layers: Whether to stack the layers, as MaxText does with ``scan_layers=True``.
         dtype: Dtype of the arrays. Defaults to the model's dtype.
     """
-    found = maxtext_arrays(model, scan_layers, dtype)
-    _warn_of_rounding(model, found)
-    made = {name: array.global_array() if array.global_array else np.asarray(array) for name, array in found.items()}
-    return {"params": unflatten_dict(made, sep="/")}
+    arrays = maxtext_arrays(model, scan_layers, dtype)
+    _warn_of_rounding(model, arrays)
+    values = {name: array.global_array() if array.global_array else np.asarray(array) for name, array in arrays.items()}
+    return {"params": unflatten_dict(values, sep="/")}
 
 
 def from_tree(
@@ -117,18 +117,18 @@ def from_tree(
         CheckpointError: (a ValueError) Arrays are missing, unexpected or of a wrong shape. The message lists up to 20.
         ValueError: ``tree`` is not a tree of arrays.
     """
-    found, skipped = split_off_states(flatten_tree(tree))
-    check_arrays(found)
-    if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
-        raise CheckpointError(f"the tree contains shapes without values: {some(empty)}")
+    values, skipped = split_off_states(flatten_tree(tree))
+    check_arrays(values)
+    if empty_names := [name for name, value in values.items() if isinstance(value, jax.ShapeDtypeStruct)]:
+        raise CheckpointError(f"the tree contains shapes without values: {some(empty_names)}")
     report = LoadReport("the tree", skipped=skipped)
     return _model(
-        {name: LazyArray.from_array(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype
+        {name: LazyArray.from_array(value) for name, value in values.items()}, report, config, strategy, mesh, dtype
     )
 
 
 def _model(
-    found: LazyArrays,
+    tree_arrays: LazyArrays,
     report: LoadReport,
     config: DecoderConfig,
     strategy: Strategy | None,
@@ -136,37 +136,37 @@ def _model(
     dtype: Any,
 ) -> CausalLM:
     check_config(config)
-    names, kind = _names(found), float_dtype(dtype)
-    carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
-    config, times = fold_query_scale_if_cast(carried, [array for array, _ in names.values()], kind)
+    names, load_dtype = _names(tree_arrays), float_dtype(dtype)
+    maxtext_config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
+    config, times = fold_query_scale_if_cast(maxtext_config, [array for array, _ in names.values()], load_dtype)
     model = abstract_model(config, strategy, mesh)
-    scan, back = is_scanned(model, names), {key: change.inverse for key, change in value_changes(model).items()}
+    scan, inverses = is_scanned(model, names), {key: change.inverse for key, change in value_changes(model).items()}
     # Either the config or `times` contains the factor on the queries.
-    wanted = maxtext_layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
+    layouts = maxtext_layout(model, scan, inverses | {QUERY: dataclasses.replace(inverses[KEY], times=times)})
     # MaxText 0.2.5 also stores values that are not parameters in nnx_aux, such as random number generator states.
-    ahead = {name for name in names if name.startswith(f"{_MTP}/")}
-    aside = {name for name, (_, aux) in names.items() if aux and name not in wanted} - ahead
+    mtp_names = {name for name in names if name.startswith(f"{_MTP}/")}
+    aux_names = {name for name, (_, aux) in names.items() if aux and name not in layouts} - mtp_names
     rules = {
-        f"prediction layers in MaxText's format ({_MTP})": ahead,
-        "values that are not parameters (nnx_aux)": aside,
+        f"prediction layers in MaxText's format ({_MTP})": mtp_names,
+        "values that are not parameters (nnx_aux)": aux_names,
     }
-    skipped = {**report.skipped, **{rule: tuple(sorted(left)) for rule, left in rules.items() if left}}
-    names = {name: found for name, found in names.items() if name not in ahead | aside}
-    stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
-    turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
+    skipped = {**report.skipped, **{rule: tuple(sorted(group)) for rule, group in rules.items() if group}}
+    names = {name: entry for name, entry in names.items() if name not in mtp_names | aux_names}
+    stacked_names = {name for name, layout in layouts.items() if layout.axis is not None}
+    layers_first = _layers_first({name: array.shape for name, (array, aux) in names.items() if not aux}, layouts)
     # MaxText 0.2.5 also puts layers on axis 0 in ``nnx_aux``, and for router biases in states of its NNX models.
     bias = f"/{family_of(model).maxtext.table.get('layer.moe.router.bias', ('',))[0]}"
-    of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
-    biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
-    first = {n for n, s in biases.items() if s == wanted[n].shape[::-1] and (of_nnx or s != wanted[n].shape)}
-    given = {
-        n: a.swap_leading_axes() if (aux or turned or n in first) and n in stacked else a
+    is_nnx = any(re.match("(params/|state/)*model/", name) for name in tree_arrays)
+    biases = {name: names[name][0].shape for name in stacked_names & names.keys() if name.endswith(bias)}
+    swapped_names = {n for n, s in biases.items() if s == layouts[n].shape[::-1] and (is_nnx or s != layouts[n].shape)}
+    arrays = {
+        n: a.swap_leading_axes() if (aux or layers_first or n in swapped_names) and n in stacked_names else a
         for n, (a, aux) in names.items()
     }
-    given = from_maxtext(wanted, given, family_of(model).maxtext.streams(config))
-    misfit = f"{report.source} does not fit the config ({config.model_type})"
-    report = compare_arrays(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
-    load_model(model, wanted, given, kind, report, misfit)
+    arrays = from_maxtext(layouts, arrays, family_of(model).maxtext.streams(config))
+    mismatch = f"{report.source} does not fit the config ({config.model_type})"
+    report = compare_arrays(layouts, arrays, dataclasses.replace(report, skipped=skipped), strict=True)
+    load_model(model, layouts, arrays, load_dtype, report, mismatch)
     return model
 
 
@@ -188,13 +188,13 @@ def save(
         CheckpointError: (a ValueError) The folder cannot be written, or MaxText does not support the model.
     """
     refuse_config_mismatch(model)
-    found = maxtext_arrays(model, scan_layers)
-    _warn_of_rounding(model, found)
-    with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
+    arrays = maxtext_arrays(model, scan_layers)
+    _warn_of_rounding(model, arrays)
+    with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in arrays.values()), "writing") as bar:
         row = family_of(model).maxtext.table.get("layer.moe.router.bias", ("/",))[0]
-        biases = {n: a.swap_leading_axes() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
-        both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
-        params = {"params": both if biases else {"params": both["params"]}}
+        biases = {n: a.swap_leading_axes() for n, a in arrays.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
+        collections = {"params": unflatten_dict(arrays, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
+        params = {"params": collections if biases else {"params": collections["params"]}}
         tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
         orbax_folder.write(stage, tree, bar, step=not parameters_only)
         if jax.process_index() == 0:
@@ -219,27 +219,27 @@ def load(
     Raises:
         CheckpointError: (a ValueError) The checkpoint is damaged or does not fit the config.
     """
-    where = absolute_path(folder)
-    if config is None and not os.path.lexists(where / "config.json"):
+    path = absolute_path(folder)
+    if config is None and not os.path.lexists(path / "config.json"):
         raise CheckpointError(
-            f"{where} has no config.json, because MaxText does not write it. Pass the config (nnxmoe convert: --config)"
+            f"{path} has no config.json, because MaxText does not write it. Pass the config (nnxmoe convert: --config)"
         )
     notes: tuple[str, ...] = ()
     if config is None:
-        config, notes = parse_config(read_config_fields(where), str(where / "config.json"))
-    found, skipped = split_off_states(read(where))
-    unread, states = split_off_states(
-        {name: np.int32() for name in orbax_folder.top_level_names(items(where)) if name not in _TOPS}
+        config, notes = parse_config(read_config_fields(path), str(path / "config.json"))
+    arrays, skipped = split_off_states(read(path))
+    unknown_names, state_names = split_off_states(
+        {name: np.int32() for name in orbax_folder.top_level_names(items(path)) if name not in _TOPS}
     )
-    if unread := [name for name in unread if not name.endswith("Var")]:
+    if unknown_names := [name for name in unknown_names if not name.endswith("Var")]:
         raise CheckpointError(
-            f"{where} holds {some(unread)} in addition to the parameters: remove it, or pass a tree to from_tree"
+            f"{path} holds {some(unknown_names)} in addition to the parameters: remove it, or pass a tree to from_tree"
         )
-    for state, names in states.items():
+    for state, names in state_names.items():
         skipped[state] = (*skipped.get(state, ()), *names)
-    report = LoadReport(str(where), files=str(where), notes=notes, skipped=skipped)
-    model = _model(found, report, config, strategy, mesh, dtype)
-    model.generation_config = read_generation_config(where, config)
+    report = LoadReport(str(path), files=str(path), notes=notes, skipped=skipped)
+    model = _model(arrays, report, config, strategy, mesh, dtype)
+    model.generation_config = read_generation_config(path, config)
     return model
 
 
@@ -255,46 +255,45 @@ def items(folder: pathlib.Path) -> pathlib.Path:
     has no item, or several items but not ``items``.
     """
     steps = sorted(
-        (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
+        (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name), reverse=True
     )
-    for where in (folder, *steps):
-        found = sorted(path.parent for path in where.glob("*/_METADATA") if not _NO_ITEM.search(path.parent.name))
-        found = [where] if (where / "_METADATA").is_file() else [p for p in found if p.name == "items"] or found
-        if len(found) > 1:
-            raise CheckpointError(f"{where} holds {some([p.name for p in found])}: pass the folder of one of these")
-        if found:
-            if incomplete := steps[: steps.index(where)] if where in steps else []:
-                names = ", ".join(step.name for step in incomplete)
-                logger.warning("%s: reading step %s; incomplete steps: %s", folder, where.name, names)
-            return found[0]
+    for parent in (folder, *steps):
+        folders = sorted(path.parent for path in parent.glob("*/_METADATA") if not _NO_ITEM.search(path.parent.name))
+        folders = [parent] if (parent / "_METADATA").is_file() else [p for p in folders if p.name == "items"] or folders
+        if len(folders) > 1:
+            raise CheckpointError(f"{parent} holds {some([p.name for p in folders])}: pass the folder of one of these")
+        if folders:
+            if incomplete_steps := steps[: steps.index(parent)] if parent in steps else []:
+                names = ", ".join(step.name for step in incomplete_steps)
+                logger.warning("%s: reading step %s; incomplete steps: %s", folder, parent.name, names)
+            return folders[0]
     raise CheckpointError(
         f"{folder} contains no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items; pass the folder "
         "that contains _METADATA"
     )
 
 
-def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
+def _names(arrays: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
     """Map names without prefixes such as ``params/`` to (array, whether it is in a collection other than ``params``).
 
     Besides ``params``, MaxText 0.2.5 has the collection ``nnx_aux`` and a collection per variable class, such as
     ``MoEBiasVar``. As in MaxText, the collection of a class overrides ``params``.
     """
     names: dict[str, tuple[LazyArray, bool]] = {}
-    for name in sorted(found, key=lambda name: "Var/" in name):
+    for name in sorted(arrays, key=lambda name: "Var/" in name):
         prefix = _AROUND.match(name)
-        short = (name[prefix.end() :] if prefix else name).removesuffix(
-            "/value"
-        )  # suffix in saved boxes and nnx.States
-        if short in names and "Var/" not in name:
-            raise CheckpointError(f"two arrays are named {short}, one of them at {name}: remove one of them")
-        names[short] = found[name], bool(prefix and prefix["aux"])
+        # Saved boxes and nnx.States have the suffix "/value".
+        short_name = (name[prefix.end() :] if prefix else name).removesuffix("/value")
+        if short_name in names and "Var/" not in name:
+            raise CheckpointError(f"two arrays are named {short_name}, one of them at {name}: remove one of them")
+        names[short_name] = arrays[name], bool(prefix and prefix["aux"])
     return names
 
 
-def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, ArrayLayout]) -> bool:
+def _layers_first(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, ArrayLayout]) -> bool:
     """Return whether all unambiguous shapes have scanned layers on axis 0 (MaxText's ``param_scan_axis: 0``)."""
-    if any(leaf.rearrange is not None for leaf in wanted.values()):
+    if any(layout.rearrange is not None for layout in layouts.values()):
         return False
-    pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]
-    telling = [(shape, there) for shape, own in pairs if (there := (own[1], own[0], *own[2:])) != own]
-    return bool(telling) and all(shape == there for shape, there in telling)
+    pairs = [(shapes[n], layout.shape) for n, layout in layouts.items() if layout.axis is not None and n in shapes]
+    unambiguous = [(shape, swapped) for shape, full in pairs if (swapped := (full[1], full[0], *full[2:])) != full]
+    return bool(unambiguous) and all(shape == swapped for shape, swapped in unambiguous)

@@ -27,18 +27,22 @@ def flatten_arrays(tree: Tree) -> dict[str, Any]:
     As in MaxText, the names of NNX variables that are not parameters start with ``nnx_aux``. Raises ValueError for
     values that are not arrays.
     """
-    keys = jax.dtypes.prng_key
-    found = {
-        n: a for n, a in flatten_tree(tree).items() if not jnp.issubdtype(getattr(a, "dtype", np.dtype(bool)), keys)
+    key_dtype = jax.dtypes.prng_key
+    arrays = {
+        name: array
+        for name, array in flatten_tree(tree).items()
+        if not jnp.issubdtype(getattr(array, "dtype", np.dtype(bool)), key_dtype)
     }
-    check_arrays(found)
-    return found
+    check_arrays(arrays)
+    return arrays
 
 
-def check_arrays(found: Mapping[str, Any]) -> None:
+def check_arrays(arrays: Mapping[str, Any]) -> None:
     """Raise ValueError unless all values are arrays or numbers."""
-    if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not isinstance(a, _ARRAYS)]:
-        raise ValueError(f"the tree contains values that are not JAX or NumPy arrays: {some(odd)}")
+    if invalid := [
+        f"{name} ({type(array).__name__})" for name, array in arrays.items() if not isinstance(array, _ARRAYS)
+    ]:
+        raise ValueError(f"the tree contains values that are not JAX or NumPy arrays: {some(invalid)}")
 
 
 def flatten_tree(tree: Tree) -> dict[str, Any]:
@@ -65,22 +69,22 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     yield "/".join(("nnx_aux", *path) if aux else path), value
 
 
-def split_off_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
+def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
     """Separate parameters from other state.
 
     Returns:
         Tuple of the values that may be parameters, by name, and the names of skipped branches, by type of state.
     """
-    kept, skipped = dict[str, T](), dict[str, set[str]]()
-    for name, value in found.items():
-        parts = name.removesuffix("/value").split("/")
+    parameters, skipped = dict[str, T](), dict[str, set[str]]()
+    for name, value in values.items():
+        components = name.removesuffix("/value").split("/")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, int) else None)
-        whole = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
-        for state, (branches, integers) in _STATES.items():
-            at = next((i for i, part in enumerate(parts) if part in branches), None)
-            if at is not None or (whole and parts[-1] in integers):
-                skipped.setdefault(state, set()).add("/".join(parts if at is None else parts[: at + 1]))
+        is_integer = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
+        for state, (branch_names, integer_names) in _STATES.items():
+            index = next((position for position, component in enumerate(components) if component in branch_names), None)
+            if index is not None or (is_integer and components[-1] in integer_names):
+                skipped.setdefault(state, set()).add("/".join(components if index is None else components[: index + 1]))
                 break
         else:
-            kept[name] = value
-    return kept, {state: tuple(sorted(names)) for state, names in skipped.items()}
+            parameters[name] = value
+    return parameters, {state: tuple(sorted(names)) for state, names in skipped.items()}

@@ -76,8 +76,8 @@ def maxtext_layout(
     """
     config, maxtext = model.config, family_of(model).maxtext
     if not maxtext.table:
-        kind = config.model_type
-        raise CheckpointError(f"there is no table of MaxText's names for {kind!r} models: choose another format")
+        model_type = config.model_type
+        raise CheckpointError(f"there is no table of MaxText's names for {model_type!r} models: choose another format")
     if model.mtp:
         raise CheckpointError(
             "MaxText does not support the norm (shared_head.norm) of multi-token prediction layers, and uses hidden "
@@ -85,17 +85,23 @@ def maxtext_layout(
             "(nnxmoe.save_pretrained) without mtp=True"
         )
     layouts: dict[str, ArrayLayout] = {}
-    stored, columns_of = parameters(model), maxtext.columns(config)
+    model_parameters, columns_of = parameters(model), maxtext.columns(config)
     layer_types = maxtext.layer_types(config)
-    places = _places(model, {p.stack: p.layer for p in reversed(stored) if p.layer is not None}, scan_layers)
-    for parameter in stored:
+    layer_places = _places(
+        model,
+        {parameter.stack: parameter.layer for parameter in reversed(model_parameters) if parameter.layer is not None},
+        scan_layers,
+    )
+    for parameter in model_parameters:
         if parameter.key not in maxtext.table:
-            kind = config.model_type
-            raise CheckpointError(f"MaxText's {kind} has no parameter like {parameter.key}: choose another format")
+            model_type = config.model_type
+            raise CheckpointError(
+                f"MaxText's {model_type} has no parameter like {parameter.key}: choose another format"
+            )
         row = MaxTextRow(*maxtext.table[parameter.key])
         columns = columns_of.get(parameter.key)
         for layer, part in parameter.layers():
-            group, dims = ("", ()) if layer is None else places[layer]
+            group, dims = ("", ()) if layer is None else layer_places[layer]
             name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, layer_types[layer])}"
             name = name if columns is None else name + _SHARED + parameter.key
             axes = row.axes
@@ -107,7 +113,7 @@ def maxtext_layout(
                 parameter.of_layer,
                 axis=1 if dims else None,
                 order=flax_order(parameter.variable, range(len(part.shape) - len(part.at))),
-                change=next((changes[start] for start in changes if parameter.key.startswith(start)), UNCHANGED),
+                change=next((changes[prefix] for prefix in changes if parameter.key.startswith(prefix)), UNCHANGED),
                 axes=axes,
                 rearrange=_rearrange(parameter, row, dims, columns),
                 columns=columns,
@@ -128,16 +134,16 @@ def _rearrange(
     is_flat, order = len(row.axes) < len(shape), row.order or range(len(shape))
     if not (is_flat or row.order or dims[1:] or columns or shape != parameter.of_layer):
         return None
-    before_layers = ins if is_flat else 1  # number of dimensions before the layer dimensions
-    before, after = [shape[i] for i in order[:before_layers]], [shape[i] for i in order[before_layers:]]
-    source = (math.prod(before), *dims, math.prod(after)) if is_flat else (*before, *dims, *after)
+    num_first = ins if is_flat else 1  # number of dimensions before the layer dimensions
+    first_sizes, last_sizes = [shape[i] for i in order[:num_first]], [shape[i] for i in order[num_first:]]
+    source = (math.prod(first_sizes), *dims, math.prod(last_sizes)) if is_flat else (*first_sizes, *dims, *last_sizes)
     # nnxmoe's dimensions by position in MaxText's array. Layer dimensions are numbered -1, -2, …
-    ours = [*order[:before_layers], *(-1 - i for i in range(len(dims))), *order[before_layers:]]
-    positions = {dimension: position for position, dimension in enumerate(ours)}
-    wanted = (0, *(-1 - i for i in range(len(dims))), *range(1, len(shape)))
+    maxtext_order = [*order[:num_first], *(-1 - i for i in range(len(dims))), *order[num_first:]]
+    positions = {dimension: position for position, dimension in enumerate(maxtext_order)}
+    target_order = (0, *(-1 - i for i in range(len(dims))), *range(1, len(shape)))
     stacked = (math.prod(dims),) if dims else ()
     target = (parameter.of_layer[0], *stacked, *parameter.of_layer[1:])
-    return Rearrange(source, (*before, *dims, *after), tuple(positions[i] for i in wanted), target)
+    return Rearrange(source, (*first_sizes, *dims, *last_sizes), tuple(positions[i] for i in target_order), target)
 
 
 def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Places:
@@ -147,23 +153,27 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
     """
     config, maxtext = model.config, family_of(model).maxtext
     layers = maxtext.layers(config)
-    kind, groups = config.model_type, [group for group, _ in layers.places(config.sparse_layers, True)]
+    model_type, groups = config.model_type, [group for group, _ in layers.places(config.sparse_layers, True)]
     if isinstance(layers, LayerGroups) and len({groups[first] for first in stacks.values()}) < len(stacks):
         raise CheckpointError(
-            f"MaxText's {kind} requires equal layers, but this model has {len(stacks)} stacks of different layers: "
-            "choose another format"
+            f"MaxText's {model_type} requires equal layers, but this model has {len(stacks)} stacks of different "
+            "layers: choose another format"
         )
     if isinstance(layers, LayerBlocks):
-        block, first, found = len(layers.layer_types), layers.first, maxtext.layer_types(config)[layers.first :]
-        differ = len({(i % block, model.layer_type(first + i)) for i in range(len(found))}) > block
-        if differ or any(one != layers.layer_types[i % block] for i, one in enumerate(found)):
+        block, first, types = (
+            len(layers.layer_types),
+            layers.first,
+            maxtext.layer_types(config)[layers.first :],
+        )
+        has_more_types = len({(i % block, model.layer_type(first + i)) for i in range(len(types))}) > block
+        if has_more_types or any(layer_type != layers.layer_types[i % block] for i, layer_type in enumerate(types)):
             raise CheckpointError(
-                f"MaxText's {kind} repeats blocks of {some(layers.layer_types, 8)} layers, but this model's layers are "
-                f"{some(found, 8)}, or differ in other ways: choose another format"
+                f"MaxText's {model_type} repeats blocks of {some(layers.layer_types, 8)} layers, but this model's "
+                f"layers are {some(types, 8)}, or differ in other ways: choose another format"
             )
-        if scan and len(found) % block:
+        if scan and len(types) % block:
             raise CheckpointError(
-                f"MaxText scans {kind} in blocks of {block} layers, but this model has {len(found)} layers: save "
+                f"MaxText scans {model_type} in blocks of {block} layers, but this model has {len(types)} layers: save "
                 "them unscanned (scan_layers=False)"
             )
     return layers.places(config.sparse_layers, scan)

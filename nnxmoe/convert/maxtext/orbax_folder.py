@@ -46,12 +46,12 @@ class _Writer:
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
-        for value, info, arg in zip(values, infos, args, strict=True):
+        for value, info, save_args in zip(values, infos, args, strict=True):
             value = value.make() if isinstance(value, _Spread) else value  # collective
             if self.failure is None:
                 try:
-                    for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
-                        written.result()
+                    for future in await super().serialize([value], [info], [save_args]):  # pyright: ignore
+                        future.result()
                 except Exception as error:
                     self.failure = error
             self.bar.update(value.nbytes)
@@ -99,8 +99,8 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 
     ``kinds`` are pairs of (leaf type, handler) in addition to integers and JAX arrays.
     """
-    usual = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
-    registry = type_handlers.create_type_handler_registry(*usual, *kinds)
+    default_handlers = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
+    registry = type_handlers.create_type_handler_registry(*default_handlers, *kinds)
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
 
 
@@ -125,10 +125,11 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
     """Write a tree of `LazyArray` leaves to a folder. If ``step``, write it as step 0, to ``0/items``."""
-    spread = jax.tree.map(
-        lambda x: _Spread(x, x.global_array) if isinstance(x, LazyArray) and x.global_array else x, tree
+    leaves = jax.tree.map(
+        lambda leaf: _Spread(leaf, leaf.global_array) if isinstance(leaf, LazyArray) and leaf.global_array else leaf,
+        tree,
     )
-    args = ocp.args.PyTreeSave(spread, save_args=jax.tree.map(_chunks, spread))
+    args = ocp.args.PyTreeSave(leaves, save_args=jax.tree.map(_chunks, leaves))
     with _writer(folder, bar) as writer:
         if step:
             with ocp.CheckpointManager(folder, item_handlers={"items": writer}) as manager:
@@ -143,19 +144,19 @@ def _chunks(leaf: Any) -> ocp.SaveArgs:
     array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
     if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
         return ocp.SaveArgs()
-    long = array.nbytes // array.shape[0] > _CHUNK_BYTES // 64
-    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if long else ())
+    has_long_rows = array.nbytes // array.shape[0] > _CHUNK_BYTES // 64
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if has_long_rows else ())
 
 
 class _Opener(type_handlers.NumpyHandler):
     """Handler that opens arrays without reading them."""
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        found = []
+        stores = []
         for info in infos:
             spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
-            found.append(await tensorstore.open(tensorstore.Spec(spec), open=True, context=info.ts_context))
-        return found
+            stores.append(await tensorstore.open(tensorstore.Spec(spec), open=True, context=info.ts_context))
+        return stores
 
 
 def top_level_names(folder: Path) -> list[str]:
@@ -179,22 +180,22 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     ``tops`` are the top-level names to read. At least one of these names must exist. If None, read the whole tree.
     Raises CheckpointError if the folder is not a readable Orbax checkpoint.
     """
-    reader, stored = _stored(folder)
-    wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
-    if tops is not None and not wanted:
+    reader, metadata = _stored(folder)
+    items = metadata if tops is None else {name: metadata[name] for name in tops if name in metadata}
+    if tops is not None and not items:
         raise CheckpointError(
-            f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}: pass the folder of "
+            f"{folder} has no {tops[0]!r}, only {some(list(map(repr, metadata))) or 'nothing'}: pass the folder of "
             "a MaxText checkpoint, or to nnxmoe.load the folder that contains nnxmoe.json"
         )
-    given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-    args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
-    found, lock = dict[str, LazyArray](), threading.Lock()
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), items)
+    args = ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)
+    arrays, lock = dict[str, LazyArray](), threading.Lock()
     with _readable(folder):
         for path, store in jax.tree_util.tree_flatten_with_path(reader.restore(folder, args=args))[0]:
-            name = "/".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
-            read = functools.partial(_read, folder, store, lock)
-            found[name] = LazyArray(tuple(store.shape), store.dtype.numpy_dtype, read, _read_bytes(store))
-    return found
+            name = "/".join(str(getattr(component, "key", getattr(component, "idx", component))) for component in path)
+            read_box = functools.partial(_read, folder, store, lock)
+            arrays[name] = LazyArray(tuple(store.shape), store.dtype.numpy_dtype, read_box, _read_bytes(store))
+    return arrays
 
 
 @contextlib.contextmanager

@@ -18,22 +18,22 @@ from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray, LazyArrays, merge
 _NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "beta", "alpha_scale")
 
 
-def split_streams(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
+def split_streams(arrays: LazyArrays, streams: int) -> dict[str, LazyArray]:
     """Replace nnxmoe's arrays of streams with MaxText's arrays. ``streams`` is the number of residual streams."""
-    made = dict(found)
-    for name, array in found.items():
+    result = dict(arrays)
+    for name, array in arrays.items():
         folder, kind = _of_streams(name)
         if kind:
-            del made[name]
+            del result[name]
             rows = array if kind == "alpha" else array.swap_leading_axes()
             for part, columns, shape in _sections(kind, streams):
-                made[f"{folder}/{part}_{kind}"] = _shaped(rows.take(columns, -1), shape, kind)
+                result[f"{folder}/{part}_{kind}"] = _shaped(rows.take(columns, -1), shape, kind)
         if kind == "alpha":
-            made[f"{folder}/{_NORM}"] = LazyArray.from_array(np.ones(array.shape[:-1], array.dtype))
-    return made
+            result[f"{folder}/{_NORM}"] = LazyArray.from_array(np.ones(array.shape[:-1], array.dtype))
+    return result
 
 
-def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
+def join_streams(arrays: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
     """Invert `split_streams`.
 
     Args:
@@ -41,29 +41,31 @@ def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[
         names: Names of nnxmoe's arrays to build. An array with missing parts or wrong shapes has a ``fault``.
         streams: Number of residual streams.
     """
-    made = dict(given)
+    result = dict(arrays)
     for name in names:
         folder, kind = _of_streams(name)
         if not kind:
             continue
         parts, faults = list[tuple[LazyArray, range]](), list[str]()
         for part, columns, shape in _sections(kind, streams):
-            theirs = f"{folder}/{part}_{kind}"
-            array = made.pop(theirs, None)
+            maxtext_name = f"{folder}/{part}_{kind}"
+            array = result.pop(maxtext_name, None)
             if array is None or not _fits(array.shape, shape, kind):
-                faults.append(f"{theirs} is missing" if array is None else f"{theirs} has shape {list(array.shape)}")
+                faults.append(
+                    f"{maxtext_name} is missing" if array is None else f"{maxtext_name} has shape {list(array.shape)}"
+                )
             else:
                 parts.append((_flat(array, shape, kind), columns))
-        norm = made.pop(f"{folder}/{_NORM}", None) if kind == "alpha" else None
+        norm = result.pop(f"{folder}/{_NORM}", None) if kind == "alpha" else None
         if norm is not None and parts and norm.shape != parts[0][0].shape[:-1]:
             faults.append(f"{folder}/{_NORM} has shape {list(norm.shape)}")
         if faults:
-            made[name] = LazyArray.faulty(", and ".join(faults), (name,))
+            result[name] = LazyArray.faulty(", and ".join(faults), (name,))
             continue
-        joined = merge_columns(parts)
-        joined = joined if norm is None else _times(joined, norm)
-        made[name] = joined if kind == "alpha" else joined.swap_leading_axes()
-    return made
+        merged = merge_columns(parts)
+        merged = merged if norm is None else _times(merged, norm)
+        result[name] = merged if kind == "alpha" else merged.swap_leading_axes()
+    return result
 
 
 def _of_streams(name: str) -> tuple[str, str]:
@@ -86,8 +88,8 @@ def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
     """Reshape columns ``[…, n]`` to MaxText's shape, with layers on axis 1."""
     if kind == "alpha":
         return rows
-    made = rows.reshape((*rows.shape[:-1], *shape))
-    return made.swap_leading_axes() if len(rows.shape) > 1 else made
+    reshaped = rows.reshape((*rows.shape[:-1], *shape))
+    return reshaped.swap_leading_axes() if len(rows.shape) > 1 else reshaped
 
 
 def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
@@ -98,16 +100,18 @@ def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
     return (array.swap_leading_axes() if layers else array).reshape((*layers, math.prod(shape)))
 
 
-def _fits(found: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
-    own = found[-1:] if kind == "alpha" else found if len(found) == len(shape) else (*found[:1], *found[2:])
-    return own == shape
+def _fits(actual: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
+    actual_part = (
+        actual[-1:] if kind == "alpha" else actual if len(actual) == len(shape) else (*actual[:1], *actual[2:])
+    )
+    return actual_part == shape
 
 
 def _times(array: LazyArray, norm: LazyArray) -> LazyArray:
     """Multiply ``array [..., n]`` by ``norm [...]``."""
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        found, factor = array.read_box(box, empty), norm.read_box(box[:-1], np.empty)
-        return found * factor[..., None].astype(found.dtype)
+        values, factor = array.read_box(box, empty), norm.read_box(box[:-1], np.empty)
+        return values * factor[..., None].astype(values.dtype)
 
     return LazyArray(array.shape, array.dtype, read, array.block, file=array.file)

@@ -32,16 +32,18 @@ class AdapterFile:
     def __init__(self, folder: Path) -> None:
         self.folder, path = folder, folder / WEIGHTS_FILE
         self.faults: list[str] = []
-        if not path.is_file() and (pickled := path.with_name("adapter_model.bin")).is_file():
+        if not path.is_file() and (pickle_file := path.with_name("adapter_model.bin")).is_file():
             raise CheckpointError(
-                f"{pickled} is pickled, which is not supported: convert it to safetensors with peft's "
+                f"{pickle_file} is pickled, which is not supported: convert it to safetensors with peft's "
                 "PeftModel.from_pretrained(…).save_pretrained(…)"
             )
         header = read_header(path)
-        inside = {name.removeprefix(_OUTSIDE): info for name, info in header.items() if name.startswith(_OUTSIDE)}
+        base_infos = {name.removeprefix(_OUTSIDE): info for name, info in header.items() if name.startswith(_OUTSIDE)}
         self._infos = {name: info for name, info in header.items() if not name.startswith(_OUTSIDE)}
-        self._infos |= {_OUTSIDE + name: info for name, info in normalize_prefixes(inside).items()}
-        self._before = next((old for old in WRAPPERS if any(name.startswith(old) for name in inside)), "model.")
+        self._infos |= {_OUTSIDE + name: info for name, info in normalize_prefixes(base_infos).items()}
+        self._before = next(
+            (wrapper for wrapper in WRAPPERS if any(name.startswith(wrapper) for name in base_infos)), "model."
+        )
         self._unread = set(self._infos)
 
     def __contains__(self, name: str) -> bool:
@@ -66,8 +68,8 @@ class AdapterFile:
             return np.zeros(shape, np.float32)
         self._unread.discard(name)
         if info.shape != shape:
-            why = "the model requires" if rank is None else f"the model and rank {rank} require"
-            self.faults.append(f"shape: {name} has {list(info.shape)}, {why} {list(shape)}")
+            requirement = "the model requires" if rank is None else f"the model and rank {rank} require"
+            self.faults.append(f"shape: {name} has {list(info.shape)}, {requirement} {list(shape)}")
         elif info.dtype not in _FLOATS:
             self.faults.append(f"dtype: {name} is {info.dtype}, not one of {', '.join(_FLOATS)}")
         else:
@@ -92,32 +94,34 @@ def read_expert_adapters(
     The rank of the result is the sum of the ranks of gate and up. Each projection has its own rows of ``a``, and ``b``
     is zero for the other rows. The values of experts without an adapter are zero.
     """
-    (lead, (ins,), (outs,)), _ = slot.dimensions
-    found: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}
+    (leading_sizes, (ins,), (outs,)), _ = slot.dimensions
+    adapters: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}
     for number, kernel in enumerate(slot.kernels):
         for w in options(family_of(model).hf_names(model.config), slot.key.rpartition(".")[0] + "." + kernel):
-            for expert in range(lead[-1]) if w.per_expert else ():
+            for expert in range(leading_sizes[-1]) if w.per_expert else ():
                 module = w.tensor(layer, expert).removesuffix(".weight")
-                tensors = f"base_model.model.{module}.lora_"
-                if f"{tensors}A.weight" in file and settings.has_module(own := file.in_base(module)):
-                    found[number, expert] = tensors, settings.numbers(own)
-    if not found:
+                prefix = f"base_model.model.{module}.lora_"
+                if f"{prefix}A.weight" in file and settings.has_module(target := file.in_base(module)):
+                    adapters[number, expert] = prefix, settings.numbers(target)
+    if not adapters:
         return None
-    ranks = [max((r for (i, _), (_, (r, _)) in found.items() if i == n), default=0) for n in range(len(slot.kernels))]
-    scale = collections.Counter(alpha / rank for _, (rank, alpha) in found.values()).most_common(1)[0][0]
-    total, maps = sum(ranks), (len(ranks),) if len(ranks) > 1 else ()
-    a = np.zeros((lead[-1], total, ins), np.float32)
-    b = np.zeros((lead[-1], *maps, outs, total), np.float32)
-    kinds = set()
-    for (number, expert), (tensors, (rank, alpha)) in found.items():
-        own = slice(start := sum(ranks[:number]), start + rank)
-        low, high = (
-            file.take(f"{tensors}A.weight", (rank, ins), rank),
-            file.take(f"{tensors}B.weight", (outs, rank), rank),
+    ranks = [
+        max((r for (i, _), (_, (r, _)) in adapters.items() if i == n), default=0) for n in range(len(slot.kernels))
+    ]
+    scale = collections.Counter(alpha / rank for _, (rank, alpha) in adapters.values()).most_common(1)[0][0]
+    total_rank, kernel_sizes = sum(ranks), (len(ranks),) if len(ranks) > 1 else ()
+    a = np.zeros((leading_sizes[-1], total_rank, ins), np.float32)
+    b = np.zeros((leading_sizes[-1], *kernel_sizes, outs, total_rank), np.float32)
+    dtypes = set()
+    for (number, expert), (prefix, (rank, alpha)) in adapters.items():
+        target = slice(first_rank := sum(ranks[:number]), first_rank + rank)
+        a_values, b_values = (
+            file.take(f"{prefix}A.weight", (rank, ins), rank),
+            file.take(f"{prefix}B.weight", (outs, rank), rank),
         )
-        high = scale_b(high, alpha / rank / scale)
-        kinds |= {low.dtype, high.dtype}
-        a[expert, own] = low
-        (b[expert, number] if maps else b[expert])[..., own] = high
-    kind = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
-    return AdapterValues(a.astype(kind), b.astype(kind), (total, scale * total))
+        b_values = scale_b(b_values, alpha / rank / scale)
+        dtypes |= {a_values.dtype, b_values.dtype}
+        a[expert, target] = a_values
+        (b[expert, number] if kernel_sizes else b[expert])[..., target] = b_values
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+    return AdapterValues(a.astype(dtype), b.astype(dtype), (total_rank, scale * total_rank))

@@ -63,28 +63,30 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     require_values(jax.tree.leaves(nnx.state(model)))
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
-    pieces = layer_adapters(
+    adapters = layer_adapters(
         (slot, layer, numbers, parameter_name(model, slot, layer))
         for slot in adapted_slots(model)
         for layer in slot.layers
         if slot.adapter is not None and (numbers := slot.adapter.rank_and_alpha(layer)) is not None
     )
-    if not pieces:
+    if not adapters:
         raise ValueError("cannot save: the model has no adapters; use nnxmoe.save_pretrained to save a whole model")
     report = model.load_report
     if report is not None and report.towers:
         logger.warning("%s: the adapter fits the text model only, as loaded here or saved by save_pretrained", folder)
-    if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(family_of(model).peft_excluded)}):
+    if unknown := sorted(
+        {adapter.slot.name for adapter in adapters if adapter.slot.name.startswith(family_of(model).peft_excluded)}
+    ):
         logger.warning("%s: peft does not support adapters of %s: use nnxmoe to load them", folder, ", ".join(unknown))
     if report is not None and report.files is not None and is_gguf(report.files):
-        text = "%s: the base model is the GGUF file %s, which peft cannot load: pass the original model to peft"
-        logger.warning(text, folder, report.source)
-    base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
-    with shared_folder(folder, overwrite, ADAPTER_FILES) as stage:
+        message = "%s: the base model is the GGUF file %s, which peft cannot load: pass the original model to peft"
+        logger.warning(message, folder, report.source)
+    base_fields = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
+    with shared_folder(folder, overwrite, ADAPTER_FILES) as temporary_folder:
         if jax.process_index() == 0:
-            write_json(stage / CONFIG_FILE, {**_settings(model, pieces), **base})
-        shares = [(None, _tensors(model, pieces))]
-        write_sharded(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
+            write_json(temporary_folder / CONFIG_FILE, {**_settings(model, adapters), **base_fields})
+        shares = [(None, _tensors(model, adapters))]
+        write_sharded(temporary_folder, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
@@ -93,8 +95,8 @@ def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]
     Commands call this function before loading a model. It raises CheckpointError for adapters that `load` supports in
     no model.
     """
-    where = absolute_path(folder)
-    return Settings.read(where / CONFIG_FILE), AdapterFile(where)
+    path = absolute_path(folder)
+    return Settings.read(path / CONFIG_FILE), AdapterFile(path)
 
 
 def base_model_name(folder: str | os.PathLike[str]) -> str | None:
@@ -111,43 +113,48 @@ def base_model_name(folder: str | os.PathLike[str]) -> str | None:
     return name
 
 
-def _settings(model: CausalLM, pieces: list[LayerAdapter]) -> dict[str, Any]:
+def _settings(model: CausalLM, adapters: list[LayerAdapter]) -> dict[str, Any]:
     """Return the fields of adapter_config.json.
 
     Names are relative to the layer if all layers have equal ranks and alphas, and full names otherwise.
     """
-    numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
+    numbers = {(adapter.slot.name, adapter.layer): adapter.numbers for adapter in adapters}
     groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
     for slot in adapter_slots(model):
         for layer in slot.layers:
             groups[slot.name][parameter_name(model, slot, layer)] = numbers.get((slot.name, layer))
-    found: dict[str, Numbers | None] = {}
+    named_numbers: dict[str, Numbers | None] = {}
     for group in groups.values():
-        alike = len(set(group.values())) == 1
-        end = layer_of(next(iter(group)))[1].removeprefix("model.")
-        found |= {end: next(iter(group.values()))} if alike else group
+        is_uniform = len(set(group.values())) == 1
+        suffix = layer_of(next(iter(group)))[1].removeprefix("model.")
+        named_numbers |= {suffix: next(iter(group.values()))} if is_uniform else group
     has_experts = any(slot.name == "router" for slot in adapter_slots(model))
-    return settings_of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
+    return settings_of(
+        {name: values for name, values in named_numbers.items() if values is not None}, has_experts=has_experts
+    )
 
 
-def _tensors(model: CausalLM, pieces: list[LayerAdapter]) -> Tensors:
-    for piece in pieces:
-        adapter, (rank, alpha) = piece.slot.adapter, piece.numbers
+def _tensors(model: CausalLM, adapters: list[LayerAdapter]) -> Tensors:
+    for layer_adapter in adapters:
+        adapter, (rank, alpha) = layer_adapter.slot.adapter, layer_adapter.numbers
         assert adapter is not None
-        times = 1.0 if adapter.layers is None else adapter.scale * rank / alpha
-        for variable, stored in zip((adapter.a, adapter.b), piece.stored(model), strict=True):
+        factor = 1.0 if adapter.layers is None else adapter.scale * rank / alpha
+        for variable, tensor in zip((adapter.a, adapter.b), layer_adapter.stored(model), strict=True):
             value = variable.get_value()
 
-            def make(
-                piece: LayerAdapter = piece, value: Any = value, stored: AdapterTensor = stored, times: float = times
+            def compute(
+                layer_adapter: LayerAdapter = layer_adapter,
+                value: Any = value,
+                tensor: AdapterTensor = tensor,
+                factor: float = factor,
             ) -> Any:
-                at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
-                one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
-                one = one[tuple(map(slice, stored.one))]  # remove the padding of a rank below the stack's maximum
-                one = one if stored.is_a else scale_b(one, times)
-                return stored.store(one).astype(value.dtype)
+                index = () if layer_adapter.slot.depth is None else (layer_adapter.layer - layer_adapter.slot.first,)
+                values = gather(value, index) if spans_hosts(value) else np.asarray(value[index])
+                values = values[tuple(map(slice, tensor.one))]  # remove the padding of a rank below the stack's maximum
+                values = values if tensor.is_a else scale_b(values, factor)
+                return tensor.store(values).astype(value.dtype)
 
-            yield stored.name, dtype_code(value.dtype), stored.shape, make
+            yield tensor.name, dtype_code(value.dtype), tensor.shape, compute
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
@@ -165,25 +172,29 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
             message lists all these tensors. The model is unchanged.
     """
     refuse_adapters(model)
-    kind, (settings, file) = float_dtype(dtype), open_adapter(folder)
-    found = collections.defaultdict[str, dict[int, AdapterValues]](dict)
-    for piece in layer_adapters(_targeted(model, settings, file)):
-        a, b = (one.read(file.take(one.name, one.shape, one.rank)) for one in piece.stored(model))
-        found[piece.slot.place][piece.layer] = AdapterValues(a, b, piece.numbers)
-    every = {slot.place: slot for slot in adapter_slots(model)}
-    for slot in every.values():
+    adapter_dtype, (settings, file) = float_dtype(dtype), open_adapter(folder)
+    values_by_slot = collections.defaultdict[str, dict[int, AdapterValues]](dict)
+    for layer_adapter in layer_adapters(_targeted(model, settings, file)):
+        a, b = (
+            tensor.read(file.take(tensor.name, tensor.shape, tensor.rank)) for tensor in layer_adapter.stored(model)
+        )
+        values_by_slot[layer_adapter.slot.place][layer_adapter.layer] = AdapterValues(a, b, layer_adapter.numbers)
+    slots = {slot.place: slot for slot in adapter_slots(model)}
+    for slot in slots.values():
         for layer in slot.layers if slot.name.startswith("experts.") else ():
-            if (one := read_expert_adapters(model, slot, layer, settings, file)) is not None:
-                found[slot.place][layer] = one
+            if (values := read_expert_adapters(model, slot, layer, settings, file)) is not None:
+                values_by_slot[slot.place][layer] = values
     _check_tables(model, file)
     file.check()
-    made = []
-    for place, layers in found.items():
-        adapter, *hosts = stack_layers(every[place], layers)
-        for variable, host in zip((adapter.a, adapter.b), hosts, strict=True):
-            variable.set_value(put_array(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
-        made.append((every[place], adapter))
-    for slot, adapter in made:
+    adapters = []
+    for place, layers in values_by_slot.items():
+        adapter, *host_arrays = stack_layers(slots[place], layers)
+        for variable, host_array in zip((adapter.a, adapter.b), host_arrays, strict=True):
+            variable.set_value(
+                put_array(host_array.astype(adapter_dtype or host_array.dtype), model.strategy.sharding_of(variable))
+            )
+        adapters.append((slots[place], adapter))
+    for slot, adapter in adapters:
         slot.put(adapter)
 
 
@@ -196,18 +207,22 @@ def _targeted(
     """
     for slot in adapter_slots(model):
         rows = () if slot.name == "head" else options(family_of(model).hf_names(model.config), slot.key)
-        older = [w for w in rows if w.whole and not w.per_expert]
+        whole_rows = [w for w in rows if w.whole and not w.per_expert]
         for layer in slot.layers:
-            asked, spellings = [], [parameter_name(model, slot, layer)]
-            names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in older]
-            for name in spellings + [name for name in names if name.endswith(".weight")]:
-                own = file.in_base(name)
-                module = own.removesuffix(".weight")
-                if settings.has_parameter(own) or (module != own and settings.has_module(module)):
-                    key = own if settings.has_parameter(own) else module
-                    asked.append((slot, layer, settings.numbers(key), name))
-            there = [one for one in asked if f"base_model.model.{one[3].removesuffix('.weight')}.lora_A.weight" in file]
-            yield from (there or asked)[:1]
+            matches, current_names = [], [parameter_name(model, slot, layer)]
+            names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in whole_rows]
+            for name in current_names + [name for name in names if name.endswith(".weight")]:
+                base_name = file.in_base(name)
+                module = base_name.removesuffix(".weight")
+                if settings.has_parameter(base_name) or (module != base_name and settings.has_module(module)):
+                    key = base_name if settings.has_parameter(base_name) else module
+                    matches.append((slot, layer, settings.numbers(key), name))
+            stored_matches = [
+                match
+                for match in matches
+                if f"base_model.model.{match[3].removesuffix('.weight')}.lora_A.weight" in file
+            ]
+            yield from (stored_matches or matches)[:1]
 
 
 def _check_tables(model: CausalLM, file: AdapterFile) -> None:
@@ -217,13 +232,15 @@ def _check_tables(model: CausalLM, file: AdapterFile) -> None:
     """
     head = model.embed.table if model.head is None else model.head.kernel
     for module, variable in (("model.embed_tokens", model.embed.table), ("lm_head", head)):
-        for name in (f"base_model.model.{module}{end}" for end in (".base_layer.weight", ".weight")):
+        for name in (f"base_model.model.{module}{suffix}" for suffix in (".base_layer.weight", ".weight")):
             if name not in file or isinstance(variable, QuantizedWeight):
                 file.skip(name)
                 continue
-            ours = variable.get_value()
-            given = file.take(name, variable.shape).astype(ours.dtype)
-            if not file.faults and not bool(jnp.all(put_array(given, model.strategy.sharding_of(variable)) == ours)):
+            table = variable.get_value()
+            stored_table = file.take(name, variable.shape).astype(table.dtype)
+            if not file.faults and not bool(
+                jnp.all(put_array(stored_table, model.strategy.sharding_of(variable)) == table)
+            ):
                 raise CheckpointError(
                     f"{name} in {file.folder} differs from the model's tensor: the adapter was trained with a "
                     "different base model, or with a resized or trained vocabulary. In the latter case, merge the "
@@ -231,6 +248,10 @@ def _check_tables(model: CausalLM, file: AdapterFile) -> None:
                 )
 
 
-def put_array(host: np.ndarray, place: Any) -> jax.Array:
+def put_array(array: np.ndarray, sharding: Any) -> jax.Array:
     """Put a host array on the devices with a sharding, or on the default device if the sharding is None."""
-    return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)
+    return (
+        jnp.asarray(array)
+        if sharding is None
+        else jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+    )

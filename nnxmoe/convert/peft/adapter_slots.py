@@ -62,16 +62,16 @@ class AdapterSlot:
     @property
     def depth(self) -> int | None:
         """Number of layers of a scanned stack, on the first axis. `None` for a single layer."""
-        lead, axes = (of[0] for of in self.dimensions)
-        return lead[0] if is_stacked(axes) else None
+        leading_sizes, axes = (part[0] for part in self.dimensions)
+        return leading_sizes[0] if is_stacked(axes) else None
 
     @property
     def dimensions(self) -> tuple[Any, Any]:
         """Sizes and logical axes of the kernel, each as a tuple (lead, ins, outs)."""
         kernel: Any = self.base[0]
         if isinstance(self.owner, Embed):  # table [V, D]: ins = V for the embedding, ins = D for a tied head
-            turn = slice(None, None, 1 if self.attribute == "lora" else -1)
-            return tuple(((), *((size,) for size in of[turn])) for of in (kernel.shape, axes_of(kernel)))
+            order = slice(None, None, 1 if self.attribute == "lora" else -1)
+            return tuple(((), *((size,) for size in entries[order])) for entries in (kernel.shape, axes_of(kernel)))
         weight = as_weight(kernel)
         return (weight.lead, weight.ins, weight.outs), weight.logical_axes
 
@@ -86,26 +86,28 @@ class AdapterSlot:
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
         # `nnxmoe.train.lora` and `nnxmoe.convert.peft.adapter_folder` set the values.
-        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "param_type": nnx.LoRAParam}
-        a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
-        b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
+        options: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "param_type": nnx.LoRAParam}
+        a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **options)
+        b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **options)
         return LoRA(a, b, alpha)
 
 
 def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
     """Return all slots in layer order, followed by the embedding and the head."""
-    found = []
+    slots = []
     for path, module in layer_modules(model):
         for attribute, kernels in getattr(module, "adapted", {}).items():
             key, first, _ = name_of(model, (*path, kernels[0]))
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
-            found.append(AdapterSlot(name, key, path, module, attribute, kernels, first or 0))
-    found.sort(key=lambda slot: (slot.first, slot.place))
-    tied = model.head is None
-    head = (("embed",), model.embed, "lora_head", ("table",)) if tied else (("head",), model.head, "lora", ("kernel",))
+            slots.append(AdapterSlot(name, key, path, module, attribute, kernels, first or 0))
+    slots.sort(key=lambda slot: (slot.first, slot.place))
+    is_tied = model.head is None
+    head_fields = (
+        (("embed",), model.embed, "lora_head", ("table",)) if is_tied else (("head",), model.head, "lora", ("kernel",))
+    )
     embed = AdapterSlot("embed", "embed.table", ("embed",), model.embed, "lora", ("table",), 0)
-    return [*found, embed, AdapterSlot("head", "embed.table" if tied else "head.kernel", *head, 0)]
+    return [*slots, embed, AdapterSlot("head", "embed.table" if is_tied else "head.kernel", *head_fields, 0)]
 
 
 def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[AdapterSlot]:
@@ -120,44 +122,48 @@ def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[A
         ValueError: A target matches no slot, or the list is empty.
     """
     check_model(model)
-    every = adapter_slots(model)
+    slots = adapter_slots(model)
     if targets is None:
-        left_out = "router", "embed", "head", "attention.indexer", *family_of(model).peft_excluded
-        return [slot for slot in every if not slot.name.startswith(left_out)]
+        excluded_names = "router", "embed", "head", "attention.indexer", *family_of(model).peft_excluded
+        return [slot for slot in slots if not slot.name.startswith(excluded_names)]
     if not isinstance(targets, Iterable) or isinstance(targets, bytes):
         raise ValueError(f"targets={short(targets)}: pass the name of a projection, or a list of names")
-    asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
-    known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
-    if odd := [target for target in asked if not known[target]] if asked else [""]:
+    target_list, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in slots})
+    matches = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in target_list}
+    if unknown_targets := [target for target in target_list if not matches[target]] if target_list else [""]:
         groups = ", ".join(sorted({name.partition(".")[0] for name in names}))
         raise ValueError(
-            f"targets: {plain(str(odd[0])) or 'an empty list'} matches no projection of a {model.config.model_type} "
-            f"model; use {groups}, or single projections: {', '.join(n for n in names if '.' in n)}"
+            f"targets: {plain(str(unknown_targets[0])) or 'an empty list'} matches no projection of a "
+            f"{model.config.model_type} model; use {groups}, or single projections: "
+            f"{', '.join(n for n in names if '.' in n)}"
         )
-    wanted = {name for found in known.values() for name in found}
-    return [slot for slot in every if slot.name in wanted]
+    selected_names = {name for matched_names in matches.values() for name in matched_names}
+    return [slot for slot in slots if slot.name in selected_names]
 
 
-def values_per_slot(found: Sequence[AdapterSlot], given: Any, what: str) -> list[Any]:
+def values_per_slot(slots: Sequence[AdapterSlot], values: Any, label: str) -> list[Any]:
     """Return one value per slot.
 
     Args:
-        found: Slots.
-        given: Value for all slots, or a mapping from targets to values. The longest target that matches the slot's name
-            determines the slot's value.
-        what: Name of the value in error messages.
+        slots: Slots.
+        values: Value for all slots, or a mapping from targets to values. The longest target that matches a slot's
+            name determines the slot's value.
+        label: Name of the values in error messages.
 
     Raises:
         ValueError: A slot matches no target, or a target matches no slot.
     """
-    if not isinstance(given, Mapping):
-        return [given] * len(found)
-    keys = [max((t for t in given if f"{slot.name}.".startswith(f"{t}.")), key=len, default=None) for slot in found]
+    if not isinstance(values, Mapping):
+        return [values] * len(slots)
+    keys = [
+        max((target for target in values if f"{slot.name}.".startswith(f"{target}.")), key=len, default=None)
+        for slot in slots
+    ]
     if None in keys:
-        raise ValueError(f"{what} has no value for the target {found[keys.index(None)].name}: add one")
-    if idle := [target for target in given if target not in keys]:
-        raise ValueError(f"{what} has a value for {plain(str(idle[0]))}, which no adapter uses: remove it")
-    return [given[key] for key in keys]
+        raise ValueError(f"{label} has no value for the target {slots[keys.index(None)].name}: add one")
+    if unused_targets := [target for target in values if target not in keys]:
+        raise ValueError(f"{label} has a value for {plain(str(unused_targets[0]))}, which no adapter uses: remove it")
+    return [values[key] for key in keys]
 
 
 def adapted_slots(model: CausalLM) -> list[AdapterSlot]:
@@ -173,21 +179,21 @@ def refuse_adapters(model: CausalLM) -> None:
             "the model has merged adapters: call lora.unmerge(model), or merge them permanently with "
             "lora.merge(model, keep=False)"
         )
-    if found := adapted_slots(model):
+    if slots := adapted_slots(model):
         raise ValueError(
-            f"the model already has {len(found)} adapters, the first at {found[0].name}: remove them with "
+            f"the model already has {len(slots)} adapters, the first at {slots[0].name}: remove them with "
             "lora.remove(model), or merge them into the kernels with lora.merge(model, keep=False)"
         )
 
 
-def unmerged_slots(model: CausalLM, what: str) -> list[AdapterSlot]:
+def unmerged_slots(model: CausalLM, operation: str) -> list[AdapterSlot]:
     """Return the slots with an adapter. Raises ValueError if there are no adapters, or merged adapters.
 
-    ``what`` is the name of the operation in the message.
+    The message contains the name of the operation.
     """
     check_model(model)
     if model.merged is not None:
-        raise ValueError(f"cannot {what}: the model's adapters are merged; call lora.unmerge(model) first")
-    if not (found := adapted_slots(model)):
-        raise ValueError(f"cannot {what}: the model has no adapters; add them with lora.add or lora.load")
-    return found
+        raise ValueError(f"cannot {operation}: the model's adapters are merged; call lora.unmerge(model) first")
+    if not (slots := adapted_slots(model)):
+        raise ValueError(f"cannot {operation}: the model has no adapters; add them with lora.add or lora.load")
+    return slots

@@ -51,16 +51,16 @@ class AdapterTensor:
         if self.is_a:
             return one.reshape(self.shape)
         one = ValueChange(times=self.times)(one)
-        flat = one.reshape(self.experts, self.in_turn, -1, self.rank).swapaxes(1, 2)
-        flat = flat.reshape(self.experts, -1, self.rank)
-        return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
+        flat_values = one.reshape(self.experts, self.in_turn, -1, self.rank).swapaxes(1, 2)
+        flat_values = flat_values.reshape(self.experts, -1, self.rank)
+        return np.ascontiguousarray(flat_values.transpose(1, 2, 0)).reshape(self.shape)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
         """Convert values from PEFT's layout to nnxmoe's layout."""
         if self.is_a:
             return stored.reshape(self.one)
-        one = stored.reshape(-1, self.in_turn, self.rank, self.experts).transpose(3, 1, 0, 2).reshape(self.one)
-        return ValueChange(times=1 / self.times)(one).astype(one.dtype)
+        values = stored.reshape(-1, self.in_turn, self.rank, self.experts).transpose(3, 1, 0, 2).reshape(self.one)
+        return ValueChange(times=1 / self.times)(values).astype(values.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +81,17 @@ class LayerAdapter:
 
     def stored(self, model: CausalLM) -> list[AdapterTensor]:
         """Return the tensors of ``a`` and ``b``."""
-        slot, found = self.slot, []
-        made = slot.shapes(*self.numbers, np.dtype(np.float32))
-        first = options(family_of(model).hf_names(model.config), slot.key)[0]
+        slot, tensors = self.slot, []
+        adapter = slot.shapes(*self.numbers, np.dtype(np.float32))
+        first_row = options(family_of(model).hf_names(model.config), slot.key)[0]
         times = model.config.folded()[1] if slot.key.startswith(QUERY) else 1.0
-        for letter, variable in (("A", made.a), ("B", made.b)):
-            kind = f"lora_embedding_{letter}" if slot.name == "embed" else f"lora_{letter}.weight"
-            name, one = f"base_model.model.{self.module}.{kind}", variable.shape[slot.depth is not None :]
-            experts = math.prod(ParamWeight(made.a).lead[slot.depth is not None :])
-            in_turn = first.parts if first.alternate else 1
-            found.append(AdapterTensor(name, one, self.numbers[0], experts, in_turn, letter == "A", times))
-        return found
+        for letter, variable in (("A", adapter.a), ("B", adapter.b)):
+            suffix = f"lora_embedding_{letter}" if slot.name == "embed" else f"lora_{letter}.weight"
+            name, layer_shape = f"base_model.model.{self.module}.{suffix}", variable.shape[slot.depth is not None :]
+            experts = math.prod(ParamWeight(adapter.a).lead[slot.depth is not None :])
+            in_turn = first_row.parts if first_row.alternate else 1
+            tensors.append(AdapterTensor(name, layer_shape, self.numbers[0], experts, in_turn, letter == "A", times))
+        return tensors
 
 
 def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
@@ -102,18 +102,18 @@ def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
     return name.tensor(layer if slot.key.startswith("layer.") else None)
 
 
-def layer_adapters(found: Iterable[tuple[AdapterSlot, int, Numbers, str]]) -> list[LayerAdapter]:
+def layer_adapters(entries: Iterable[tuple[AdapterSlot, int, Numbers, str]]) -> list[LayerAdapter]:
     """Build a `LayerAdapter` for each (slot, layer, (rank, alpha), parameter name).
 
     If both adapters of an experts module are present, the first is nested in the second as ``base_layer``.
     """
-    found = list(found)
-    together, made = collections.Counter((slot.path, layer) for slot, layer, _, _ in found), []
-    for slot, layer, numbers, name in found:
-        nested = slot.name.startswith("experts.") and together[slot.path, layer] > 1
-        inner = ".base_layer" if nested and slot.attribute == next(iter(slot.owner.adapted)) else ""
-        made.append(LayerAdapter(slot, layer, numbers, name.rpartition(".")[0] + inner))
-    return made
+    entries = list(entries)
+    counts, adapters = collections.Counter((slot.path, layer) for slot, layer, _, _ in entries), []
+    for slot, layer, numbers, name in entries:
+        is_nested = slot.name.startswith("experts.") and counts[slot.path, layer] > 1
+        nested_suffix = ".base_layer" if is_nested and slot.attribute == next(iter(slot.owner.adapted)) else ""
+        adapters.append(LayerAdapter(slot, layer, numbers, name.rpartition(".")[0] + nested_suffix))
+    return adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,28 +134,31 @@ def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tupl
     Returns:
         Tuple of an adapter with shapes but no values, and the values of ``a`` and ``b``.
     """
-    numbers = {layer: one.numbers for layer, one in sorted(layers.items())}
-    first = next(iter(layers.values()))
+    numbers = {layer: values.numbers for layer, values in sorted(layers.items())}
+    first_values = next(iter(layers.values()))
     if slot.depth is None:
-        return slot.shapes(*first.numbers, first.a.dtype), first.a, first.b
+        return slot.shapes(*first_values.numbers, first_values.a.dtype), first_values.a, first_values.b
     rank = max(rank for rank, _ in numbers.values())
     (scale, alpha), _ = collections.Counter((a / r, a * rank / r) for r, a in numbers.values()).most_common(1)[0]
-    made = slot.shapes(rank, alpha, first.a.dtype)
-    same = len(numbers) == slot.depth and len(set(numbers.values())) == 1
-    made.layers = None if same else tuple(numbers.items())
-    each = {layer: (one.a, scale_b(one.b, one.numbers[1] / one.numbers[0] / scale)) for layer, one in layers.items()}
-    host = []
-    for which, variable in enumerate((made.a, made.b)):
-        kinds = {values[which].dtype for values in each.values()}
-        host.append(np.zeros(variable.shape, kinds.pop() if len(kinds) == 1 else np.float32))
-        for layer, values in each.items():
-            host[-1][layer - slot.first][tuple(map(slice, values[which].shape))] = values[which]
-    return made, host[0], host[1]
+    adapter = slot.shapes(rank, alpha, first_values.a.dtype)
+    is_uniform = len(numbers) == slot.depth and len(set(numbers.values())) == 1
+    adapter.layers = None if is_uniform else tuple(numbers.items())
+    scaled_values = {
+        layer: (values.a, scale_b(values.b, values.numbers[1] / values.numbers[0] / scale))
+        for layer, values in layers.items()
+    }
+    host_arrays = []
+    for index, variable in enumerate((adapter.a, adapter.b)):
+        dtypes = {values[index].dtype for values in scaled_values.values()}
+        host_arrays.append(np.zeros(variable.shape, dtypes.pop() if len(dtypes) == 1 else np.float32))
+        for layer, values in scaled_values.items():
+            host_arrays[-1][layer - slot.first][tuple(map(slice, values[index].shape))] = values[index]
+    return adapter, host_arrays[0], host_arrays[1]
 
 
-def scale_b(b: np.ndarray, times: float) -> np.ndarray:
+def scale_b(b: np.ndarray, factor: float) -> np.ndarray:
     """Multiply ``b`` by a factor. Unless the factor is a power of two, return float32 to avoid rounding."""
-    if abs(times - 1) < 1e-9:
+    if abs(factor - 1) < 1e-9:
         return b
-    exact = math.frexp(times)[0] == 0.5
-    return (b.astype(np.float32) * np.float32(times)).astype(b.dtype if exact else np.float32)
+    is_exact = math.frexp(factor)[0] == 0.5
+    return (b.astype(np.float32) * np.float32(factor)).astype(b.dtype if is_exact else np.float32)

@@ -55,21 +55,21 @@ def settings_of(numbers: Mapping[str, Numbers], *, has_experts: bool) -> dict[st
     """
 
     def is_module(name: str) -> bool:
-        module, _, last = name.rpartition(".")
-        return last == "weight" and not (has_experts and module.rpartition(".")[2] in _TAKEN)
+        module, _, attribute = name.rpartition(".")
+        return attribute == "weight" and not (has_experts and module.rpartition(".")[2] in _TAKEN)
 
     (rank, alpha), _ = collections.Counter(numbers.values()).most_common(1)[0]
-    named = {name.removesuffix(".weight") if is_module(name) else name: both for name, both in numbers.items()}
+    target_numbers = {name.removesuffix(".weight") if is_module(name) else name: pair for name, pair in numbers.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "rank_pattern": {re.escape(name): r for name, (r, _) in named.items() if r != rank},
-        "alpha_pattern": {re.escape(name): a for name, (_, a) in named.items() if a != alpha},
-        "target_modules": sorted(named.keys() - numbers.keys()),
-        "target_parameters": sorted(named.keys() & numbers.keys()) or None,
+        "rank_pattern": {re.escape(name): r for name, (r, _) in target_numbers.items() if r != rank},
+        "alpha_pattern": {re.escape(name): a for name, (_, a) in target_numbers.items() if a != alpha},
+        "target_modules": sorted(target_numbers.keys() - numbers.keys()),
+        "target_parameters": sorted(target_numbers.keys() & numbers.keys()) or None,
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -94,21 +94,21 @@ class Settings:
         fields = read_object(path, "an adapter folder must have this file", CheckpointError)
         if "fine_tune_type" in fields:
             raise CheckpointError(f"{path} describes an adapter in mlx-lm's format: fuse the adapter with mlx_lm.fuse")
-        if (kind := str(fields.get("peft_type"))) != "LORA":
+        if (peft_type := str(fields.get("peft_type"))) != "LORA":
             raise CheckpointError(
                 f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA', the only supported type; "
-                f"{_remedy(kind not in _UNMERGEABLE_TYPES)}"
+                f"{_remedy(peft_type not in _UNMERGEABLE_TYPES)}"
             )
-        odd = [name for name, value in fields.items() if name not in _KNOWN and value]
-        odd += ["bias"] if fields.get("bias") not in ("none", None) else []
-        if odd:
-            name = next((name for name in odd if name in _UNMERGEABLE_FIELDS), odd[0])
+        unsupported = [name for name, value in fields.items() if name not in _KNOWN and value]
+        unsupported += ["bias"] if fields.get("bias") not in ("none", None) else []
+        if unsupported:
+            name = next((name for name in unsupported if name in _UNMERGEABLE_FIELDS), unsupported[0])
             remedy = _remedy(name not in _UNMERGEABLE_FIELDS)
             raise CheckpointError(f"{path}: {name} {short(fields[name])} is not supported; {remedy}")
-        init = fields.get("init_lora_weights")
-        if not (isinstance(init, bool | str | None) and init in _HARMLESS_INIT):
+        init_method = fields.get("init_lora_weights")
+        if not (isinstance(init_method, bool | str | None) and init_method in _HARMLESS_INIT):
             raise CheckpointError(
-                f"{path}: init_lora_weights {short(init)} changes the base model: convert the adapter with "
+                f"{path}: init_lora_weights {short(init_method)} changes the base model: convert the adapter with "
                 "peft (save_pretrained with path_initial_model_for_weight_conversion)"
             )
         settings = cls(fields, path)
@@ -116,28 +116,37 @@ class Settings:
         return settings
 
     def _check_types(self) -> None:
-        def names(value: Any) -> bool:
+        def is_name_list(value: Any) -> bool:
             return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
-        def patterns(value: Any) -> bool:
+        def is_object(value: Any) -> bool:
             return isinstance(value, Mapping)
 
-        def indices(value: Any) -> bool:
+        def is_index_list(value: Any) -> bool:
             return all(type(i) is int for i in (value if isinstance(value, list) else [value]))
 
-        kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
-            "target_parameters": (names, "a list of names"),
-            "target_modules": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of names"),
-            "exclude_modules": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of names"),
-            "layers_pattern": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of patterns"),
-            "layers_to_transform": (indices, "an integer or a list of integers"),
-            "rank_pattern": (patterns, "an object"),
-            "alpha_pattern": (patterns, "an object"),
+        checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "target_parameters": (is_name_list, "a list of names"),
+            "target_modules": (
+                lambda value: isinstance(value, str) or is_name_list(value),
+                "a pattern or a list of names",
+            ),
+            "exclude_modules": (
+                lambda value: isinstance(value, str) or is_name_list(value),
+                "a pattern or a list of names",
+            ),
+            "layers_pattern": (
+                lambda value: isinstance(value, str) or is_name_list(value),
+                "a pattern or a list of patterns",
+            ),
+            "layers_to_transform": (is_index_list, "an integer or a list of integers"),
+            "rank_pattern": (is_object, "an object"),
+            "alpha_pattern": (is_object, "an object"),
             "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
         }
-        for name, (allowed, what) in kinds.items():
-            if (value := self.fields.get(name)) is not None and not allowed(value):
-                raise CheckpointError(f"{self.path}: {name} {short(value)} is not {what}")
+        for name, (is_valid, description) in checks.items():
+            if (value := self.fields.get(name)) is not None and not is_valid(value):
+                raise CheckpointError(f"{self.path}: {name} {short(value)} is not {description}")
 
     def _matches(self, field: str, pattern: str, name: str, *, whole: bool = True) -> re.Match[str] | None:
         """Match a whole name, or the start of a name, with a pattern from a field.
@@ -181,9 +190,13 @@ class Settings:
         if layers is None or layers == []:
             return True
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        every = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
-        found = next((m for one in every if (m := self._matches("layers_pattern", one, name, whole=False))), None)
-        return found is not None and int(found["idx"]) in (layers if isinstance(layers, list) else [layers])
+        expressions = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in patterns] or [
+            r".*?\.[^.]*\.(?P<idx>\d+)\."
+        ]
+        match = next(
+            (m for pattern in expressions if (m := self._matches("layers_pattern", pattern, name, whole=False))), None
+        )
+        return match is not None and int(match["idx"]) in (layers if isinstance(layers, list) else [layers])
 
     def numbers(self, name: str) -> Numbers:
         """Return (rank, alpha) of a module or parameter by name.
