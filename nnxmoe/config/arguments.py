@@ -58,9 +58,9 @@ class UnknownArgument(TypeError, ValueError):
     """Raised for an unknown keyword argument. A TypeError as in Python, and a ValueError as elsewhere in nnxmoe."""
 
 
-def _unknown(callee: str, keyword: str, known: Iterable[str]) -> UnknownArgument:
-    suggestion = did_you_mean(keyword, known)
-    return UnknownArgument(f"{callee}() has no argument {keyword!r}{suggestion or ': it has ' + ', '.join(known)}")
+def _unknown(callee: str, keyword: str, names: Iterable[str]) -> UnknownArgument:
+    suggestion = did_you_mean(keyword, names)
+    return UnknownArgument(f"{callee}() has no argument {keyword!r}{suggestion or ': it has ' + ', '.join(names)}")
 
 
 def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
@@ -68,16 +68,16 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
     The annotation of ``**options`` must be ``Unpack`` of a TypedDict.
     """
-    known = list[str]()
+    parameter_names = list[str]()
     for parameter in inspect.signature(function).parameters.values():
         variadic = parameter.kind is parameter.VAR_KEYWORD
-        known += get_args(parameter.annotation)[0].__annotations__ if variadic else [parameter.name]
-    argument_names = [name for name in known if name != "self"]
+        parameter_names += get_args(parameter.annotation)[0].__annotations__ if variadic else [parameter.name]
+    argument_names = [name for name in parameter_names if name != "self"]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
-            if name not in known:
+            if name not in parameter_names:
                 if name in _HINTS:
                     raise UnknownArgument(f"{function.__name__}() has no argument {name!r}: {_HINTS[name]}")
                 raise _unknown(function.__name__, name, argument_names)
@@ -90,8 +90,8 @@ class KnownFields:
     """Base class of dataclasses. The error for an unknown field suggests the most similar field."""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
-        known = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]
+        field_names = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]
         for name in fields:
-            if name not in known:
-                raise _unknown(cls.__name__, name, known)
+            if name not in field_names:
+                raise _unknown(cls.__name__, name, field_names)
         return super().__new__(cls)

@@ -129,9 +129,9 @@ class DecoderConfig(KnownFields):
         """
         from nnxmoe.config.config_json import refuse_effective
 
-        values, known = cls._standard_fields(fields), cls._field_names()
+        values, field_names = cls._standard_fields(fields), cls._field_names()
         for name, allowed in cls._inherited("fixed").items():
-            if name in values and name not in known and not is_one_of(values[name], allowed):
+            if name in values and name not in field_names and not is_one_of(values[name], allowed):
                 raise ConfigError(
                     f"{name} {short(values[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
@@ -139,7 +139,7 @@ class DecoderConfig(KnownFields):
         for name in _ROPES & values.keys():
             if isinstance(rope := values[name], Mapping):
                 values[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
-        config = cls(**{k: v for k, v in values.items() if k in known})
+        config = cls(**{k: v for k, v in values.items() if k in field_names})
         refuse_effective(config, cls.unknown_fields(fields), fields)
         return config
 
@@ -160,11 +160,11 @@ class DecoderConfig(KnownFields):
         from nnxmoe.config.config_json import IGNORED
 
         ignored = IGNORED | {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
-        known = cls._field_names() | ignored | cls._inherited("fixed").keys() | cls._inherited("aliases").keys()
-        unknown = {name: value for name, value in fields.items() if name not in known}
+        names = cls._field_names() | ignored | cls._inherited("fixed").keys() | cls._inherited("aliases").keys()
+        unknown = {name: value for name, value in fields.items() if name not in names}
         for name in _ROPES & fields.keys():
             if isinstance(rope := fields[name], Mapping):
-                unknown |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in known}
+                unknown |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in names}
         return unknown
 
     @classmethod

@@ -67,7 +67,7 @@ class PerLayer:
 
 def is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
     """Return whether a value equals an allowed value. Bools do not equal numbers."""
-    return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in allowed)
+    return any(isinstance(value, bool) == isinstance(option, bool) and value == option for option in allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
-    """Declare an integer config field. The bounds exceed all known models, but limit memory allocation."""
+    """Declare an integer config field. The default bounds exceed all known models, but limit memory allocation."""
     return dataclasses.field(default=default, metadata={"check": Count(least, most)})
 
 
@@ -169,8 +169,8 @@ def _container(annotation: Any) -> Callable[[str, object], None] | None:
 def _scalars(annotation: Any) -> tuple[type, ...]:
     """Return the scalar types of an annotation, plus int if float is included, or () if a type is not scalar."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    known = all(member in (int, float, str, bool, NoneType) for member in members)
-    return (*members, *((int,) if float in members else ())) if known else ()
+    are_scalar = all(member in (int, float, str, bool, NoneType) for member in members)
+    return (*members, *((int,) if float in members else ())) if are_scalar else ()
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -77,9 +77,9 @@ def set_numbers(record: Any, *names: str, positive: bool = False) -> None:
         object.__setattr__(record, name, number)
 
 
-def check_type(name: str, value: Any, kind: Any, example: str) -> None:
-    """Raise ValueError unless the value is an instance of ``kind`` (a class or a union of classes)."""
-    if not isinstance(value, kind):
+def check_type(name: str, value: Any, expected: Any, example: str) -> None:
+    """Raise ValueError unless the value is an instance of ``expected`` (a class or a union of classes)."""
+    if not isinstance(value, expected):
         raise ValueError(f"{name}={short(value)}: pass {example}")
 
 

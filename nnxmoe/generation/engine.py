@@ -358,7 +358,7 @@ class Engine:
         else:
             assert prefill.result is not None
             self._prefix_results[prefill.prefix] = prefill.result
-            self.prefix_cache.starts.pop(prefill.prefix, None)  # the start's cache is no longer needed
+            self.prefix_cache.starts.pop(prefill.prefix, None)  # the cache of the start prefix is no longer needed
 
     def _read_chunk(self, prefill: _Prefill, ids: np.ndarray, valid: np.ndarray) -> None:
         previous, size = prefill.result, self.plan.cache_size

@@ -234,8 +234,8 @@ def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *
 def scatter_rows(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) -> Cache:
     """Copy the rows of ``group`` to the rows ``at`` of ``cache``. Skips out-of-range rows."""
 
-    def into(old: Array, axis: int, new: Array) -> Array:
-        return old.at[(slice(None),) * axis + (at,)].set(new, mode="drop")
+    def into(array: Array, axis: int, values: Array) -> Array:
+        return array.at[(slice(None),) * axis + (at,)].set(values, mode="drop")
 
     return _by_row(cache, axes, into, group)
 

@@ -82,8 +82,8 @@ class RequestOptions:
     def __post_init__(self) -> None:
         for name in ("seed", "sample", "max_new_tokens", "min_new_tokens", "logprobs"):
             if (value := getattr(self, name)) is not None or name != "logprobs":
-                least, below = (-(2**63), 2**63) if name == "seed" else (0, 2**31 if name == "sample" else 2**63)
-                object.__setattr__(self, name, whole_number(name, value, least, below))
+                minimum, below = (-(2**63), 2**63) if name == "seed" else (0, 2**31 if name == "sample" else 2**63)
+                object.__setattr__(self, name, whole_number(name, value, minimum, below))
         if self.stop_ids is not ... and self.stop_ids is not None:
             object.__setattr__(self, "stop_ids", stop_ids(self.stop_ids, "stop_ids"))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))

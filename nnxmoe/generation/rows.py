@@ -284,8 +284,8 @@ def start_rows(
         draft: proposes ids to verify, or None.
     """
 
-    def put(old: Array, new: Array) -> Array:
-        return old.at[at].set(new.astype(old.dtype), mode="drop")
+    def put(array: Array, values: Array) -> Array:
+        return array.at[at].set(values.astype(array.dtype), mode="drop")
 
     report = _accept(StepInputs(params, prompts, options), logits, jnp.zeros((len(at), 0), jnp.int32), masks)
     first_ids = report.ids[:, 0]

@@ -95,9 +95,9 @@ def score(
     items = map_numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or load_tokenizer(model), vocab))
     if (top := whole_number("top", top, 0)) > vocab:
         raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")
-    for number, (ids, first) in enumerate(items):
-        if first >= len(ids):
-            reason = f"its {first} ids are all context" if ids and first > 1 else "a text needs two ids, or a context"
+    for number, (ids, start) in enumerate(items):
+        if start >= len(ids):
+            reason = f"its {start} ids are all context" if ids and start > 1 else "a text needs two ids, or a context"
             raise ValueError(f"text {number} has nothing to score: {reason}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
@@ -118,8 +118,8 @@ def score(
             padded[row, : len(ids)], valid[row, : len(ids)] = ids, True
         arrays = [np.asarray(a) for a in program(padded, valid, top)]
         for row, i in enumerate(batch):
-            ids, first = items[i]
-            scores[i] = Score(ids[first:], *(array[row, first - 1 : len(ids) - 1] for array in arrays))
+            ids, start = items[i]
+            scores[i] = Score(ids[start:], *(array[row, start - 1 : len(ids) - 1] for array in arrays))
     if nan_texts := [
         number for number, text_score in enumerate(scores) if text_score is not None and math.isnan(text_score.total)
     ]:

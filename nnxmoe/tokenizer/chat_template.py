@@ -85,8 +85,8 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # All parameters are variadic so that templates can call namespace(self=...).
-        namespace, *rest = args
-        values = dict(*rest, **kwargs)
+        namespace, *positional = args
+        values = dict(*positional, **kwargs)
         for name in values:
             _check_name(name)
         jinja2.utils.Namespace.__init__(namespace, values)

@@ -9,7 +9,7 @@ from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of the reasoning field in different templates.
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # Ends in a space to detect whether the template strips messages.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # Mark at the end of a message. The space shows whether templates strip it.
 
 
 def is_message(value: Any) -> bool:

@@ -170,15 +170,15 @@ def _explain(path: Path) -> None:
         raise TokenizerError(f"{path}: unknown tokenizer model {algorithm!r:.60}. Try a newer 'tokenizers'") from None
 
 
-def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseException:
+def backend_failure(error: BaseException, problem: str, folder: str = "") -> BaseException:
     """Convert an exception from ``tokenizers`` to a TokenizerError. Returns interrupts unchanged.
 
     Rust panics derive from BaseException.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
-    why = f"{what}: {error}. Download the file again, or save it with a current 'tokenizers'"
-    return TokenizerError(why, folder)
+    message = f"{problem}: {error}. Download the file again, or save it with a current 'tokenizers'"
+    return TokenizerError(message, folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:
