@@ -133,7 +133,7 @@ def test_the_command_prints_a_table(
     assert all(f"|{name}" in table for name in TASKS) and "exact_match" in table
     assert json.loads(out.read_text())["results"]["local_choice"]["acc,none"] in (0.0, 0.5, 1.0)
     assert cli.main(["eval", str(FOLDERS["demo"]), "--tasks", "no_such_task"]) == 1
-    assert "there is no task 'no_such_task'" in capfd.readouterr().err
+    assert "unknown task 'no_such_task'" in capfd.readouterr().err
 
 
 WITHOUT_TORCH = """

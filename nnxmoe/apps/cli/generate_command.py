@@ -133,7 +133,7 @@ def read_prompts(path: str) -> list[PromptLine]:
     try:
         text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not encoded in UTF-8 ({error}): save it as UTF-8") from None
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     only_text = path.endswith(".txt")
     if not only_text and re.match(r"\s*\[\s*\{", text):
         prompts = [

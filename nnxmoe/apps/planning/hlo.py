@@ -163,7 +163,7 @@ def _named_group(sizes: str, shape: str | None, order: str | None, axes: str) ->
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    """Parse device ids such as ``[2,4]T(1,0)``: 0, 1, … in this shape, transposed."""
+    """Parse device ids such as ``[2,4]T(1,0)``: ``arange(8)``, reshaped to [2, 4] and transposed."""
     ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return ids if order is None else ids.transpose(_numbers(order))
 

@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether ``memory`` is the memory of a step compiled for the planned hardware."""
+        """Whether ``memory`` comes from a step compiled for the planned hardware."""
         return self.program is not None and self.compiled_for == self.hardware.platform
 
     @property
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def times(self) -> dict[str, float]:
-        """Seconds per step for each of compute, memory and network alone, at the expected efficiency."""
+        """Seconds per step that compute, memory and network would each take alone, at the expected efficiency."""
         device = self.hardware
         network = sum(
             seconds(

@@ -1,4 +1,4 @@
-"""Published runs, with the share of the peak that whole steps reached."""
+"""Published runs and the share of the peak performance that whole steps reached."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ class Efficiency:
 
 
 def nearest(model: str, device: Hardware, experts: bool, devices: int, train: bool) -> PublishedRun:
-    """Return the published run most similar to a plan: by experts, device, model and number of devices."""
+    """Return the published run that is most similar to a plan in experts, hardware, model and number of devices."""
     name = device.name.partition(":")[0]
 
     def distance(run: PublishedRun) -> tuple[bool, bool, float]:

@@ -133,7 +133,7 @@ def _runs(params: Iterable[ParamSize]) -> Iterable[ParamSize]:
 
 
 def _tokens(step: PlannedStep, param: ParamSize) -> float:
-    """Return the tokens per device and layer computation that uses the parameter."""
+    """Return the tokens per device in each layer computation that uses the parameter."""
     tokens = step.rows * step.tokens_per_row / step.work.accumulate
     if param.staged and step.work.pipeline is not None:
         tokens *= stages_of(step.mesh) / step.work.pipeline.microbatches

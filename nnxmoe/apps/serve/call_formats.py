@@ -118,14 +118,14 @@ class CallFormat:
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
-        """Tags around calls. They end arguments whose end is missing."""
+        """Tags around calls. A tag also ends arguments whose end is missing."""
         around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
         suffix = self.after_arguments.removeprefix("}").strip()
         return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if suffix.startswith("```") else [])]))
 
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
-        """Pattern of the remainder of the end of a call, at the start of a text."""
+        """Pattern of the remaining end of a call at the start of a text."""
         tags = "|".join(map(re.escape, _TAG.findall(self.after_arguments + (self.closing or "")))) or "$."
         brace = r"\s}" if self.is_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")

@@ -56,8 +56,8 @@ def new_id() -> str:
 class CallSplit:
     """Streaming splitter of text into content and tool calls.
 
-    At the end, text that is not a valid call becomes content. The way in which the text is divided into pieces
-    does not affect the parts.
+    At the end, text that is not a valid call becomes content. The result does not depend on how the text is
+    split into pieces.
 
     Attributes:
         count: Number of calls so far.

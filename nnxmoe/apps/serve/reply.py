@@ -205,7 +205,7 @@ class Reply(Response):
 
 
 def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:
-    """Insert the prompt before the new text if the request echoes it. The first id has the log-probability None."""
+    """Insert the prompt before the new text if the request echoes it. The first id has the log-probability `None`."""
     if plan.texts is None:
         return
     sample.text, sample.start = plan.texts[prompt] + sample.text, len(plan.texts[prompt])
