@@ -1,8 +1,8 @@
-"""A thin bridge from NNX modules to Linen modules, with MaxText's parameter tree.
+"""Bridge from NNX modules to Linen modules, with MaxText's parameter tree.
 
 ``init`` creates boxed variables with MaxText's names, shapes and logical axes. ``apply`` reads the
 arrays from Linen's scope, merges them into a cached NNX graph definition (`nnxmoe.linen.places`)
-and calls the result. ``apply`` runs no constructors.
+and calls the merged module, without running constructors.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ from nnxmoe.model.strategy import Strategy
 
 
 class LinenCausalLM(nn.Module):
-    """Language model as a Linen module, with MaxText's names, shapes and logical axes of variables.
+    """Language model as a Linen module. Variables have MaxText's names, shapes and logical axes.
 
-    As in MaxText, grouped queries are stored divided by sqrt(head width). Activations use the
-    strategy's ``compute_dtype`` if set, else the dtype of the matrices.
+    As in MaxText, the query kernels of grouped-query attention are stored divided by sqrt(head width).
+    Activations use the strategy's ``compute_dtype`` if set, else the dtype of the weight matrices.
 
     Attributes:
         scan_layers: Stack the layers on axis 1. Overrides the strategy's ``stacking``.
@@ -78,30 +78,32 @@ class Wrapped(nn.Module):
 def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = None, **kwargs: Any) -> Wrapped:
     """Wrap an NNX class, or a function that returns an NNX module, as a Linen module.
 
-    Variables of nnxmoe modules have MaxText's names and axes. MaxText's queries are divided by sqrt(H):
-    use ``wrap(GQA, AttentionDims(…, scale=1.0), …)``. Other variables are named by attribute
-    (``layers_0`` for list items) and have the axes of their metadata.
+    Variables of nnxmoe modules have MaxText's names and axes. MaxText's query kernels are divided by
+    sqrt(H), so use ``wrap(GQA, AttentionDims(…, scale=1.0), …)``. Other variables are named by
+    attribute (``layers_0`` for list items) and have the axes of their metadata.
 
     Args:
         nnx_class: The class or function.
-        args, kwargs: Its arguments except ``rngs``. They must be hashable, since equal arguments
-            share the graph definition and compiled programs. Arguments may be wrapped modules:
+        args, kwargs: Arguments of ``nnx_class`` except ``rngs``. They must be hashable, since equal
+            arguments share the graph definition and compiled programs. They may be wrapped modules:
             ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``.
         name: Name of the Linen module.
 
     Raises:
-        ValueError: If an argument is unhashable, or for ``rngs``.
+        ValueError: If an argument is not hashable, or if ``rngs`` is passed.
     """
     if "rngs" in kwargs:
-        raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs; omit the argument")
-    given = {i: value.blueprint if isinstance(value, Wrapped) else value for i, value in enumerate(args)}
-    named = {key: value.blueprint if isinstance(value, Wrapped) else value for key, value in kwargs.items()}
-    for key, value in {**given, **named}.items():
+        raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs, so omit this argument")
+    positional = {i: value.blueprint if isinstance(value, Wrapped) else value for i, value in enumerate(args)}
+    keywords = {key: value.blueprint if isinstance(value, Wrapped) else value for key, value in kwargs.items()}
+    for key, value in {**positional, **keywords}.items():
         try:
             hash(value)
         except TypeError as error:
-            raise ValueError(f"wrap: argument {key} has no hash, {value!r}: pass a tuple or frozen object") from error
-    return Wrapped(Blueprint(nnx_class, tuple(given.values()), tuple(sorted(named.items()))), name=name)
+            raise ValueError(
+                f"wrap: argument {key} is not hashable, {value!r}: pass a tuple or a frozen object"
+            ) from error
+    return Wrapped(Blueprint(nnx_class, tuple(positional.values()), tuple(sorted(keywords.items()))), name=name)
 
 
 def from_linen(
@@ -112,7 +114,7 @@ def from_linen(
     *,
     mapping: Mapped | None = None,
 ) -> CausalLM:
-    """Build the NNX model with the variables of a Linen module, boxed or not.
+    """Build an NNX model with the parameters of a Linen module, boxed or not.
 
         linen.from_linen(params, config, mapping={
             "embed/table": "wte/embedding",
@@ -121,31 +123,33 @@ def from_linen(
         })
 
     Args:
-        mapping: Source of each parameter: our name, such as ``layers/{layer}/attention/q/kernel``, ->
-            name in the tree, or a pair of one or several names and a function from those arrays to
-            our array. Dimensions are split and merged as needed. A name in the tree without
-            ``{layer}`` is an array with the layers on axis 0, as stacked by ``nn.scan``. If None, the
+        mapping: Dict from NNX name, such as ``layers/{layer}/attention/q/kernel``, to Linen name, or
+            to a pair of one or several Linen names and a function from these arrays to the NNX array.
+            Dimensions are split and merged as needed. If the Linen name of a layer's parameter has no
+            ``{layer}``, its array has the layers on axis 0, as stacked by ``nn.scan``. If None, the
             tree has the names of a `LinenCausalLM` or of MaxText (see `maxtext.from_tree`).
             `propose_mapping` proposes a mapping. `nnxmoe.testing.assert_module_parity` also
             accepts it.
 
     Raises:
-        ValueError: With a list of all parameters without a row, missing and unused arrays, and shapes
-            that differ.
+        ValueError: With a list of all parameters without a row, missing arrays, unused arrays and
+            mismatched shapes.
     """
     if mapping is not None:
         return from_mapping(params, config, mapping, strategy, mesh)
     names = flat(params)
     if names and not any("decoder" in name.split("/")[:-1] for name in names):
         raise ValueError(
-            f"no name of the Linen tree begins with decoder/ ({some(sorted(names), 2)}), as MaxText's do: give a "
-            "mapping; nnxmoe.linen.propose_mapping(config, params) lists the names of both sides"
+            f"no name of the Linen tree begins with decoder/ ({some(sorted(names), 2)}), as in MaxText: pass a "
+            "mapping. nnxmoe.linen.propose_mapping(config, params) lists the names of both sides"
         )
     return maxtext.from_tree(params, config, strategy, mesh)
 
 
 def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if module.is_initializing() and not any(module.has_variable(where, names[0]) for where, names in plan.places):
+    if module.is_initializing() and not any(
+        module.has_variable(collection, names[0]) for collection, names in plan.places
+    ):
         _draw(module, plan)
     stored = _stored(module, plan)
     values = {
@@ -155,8 +159,8 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
     part = nnx.merge(plan.graph, jax.tree.unflatten(plan.tree, values.values()))
     if isinstance(part, CausalLM):
         slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
-        kinds = {values[path].dtype for path, slot in slots if slot.matrix}
-        part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*kinds))
+        dtypes = {values[path].dtype for path, slot in slots if slot.matrix}
+        part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*dtypes))
     out = part(*args, **kwargs)
     if not module.is_initializing():  # as in Linen's modules, ``init`` does not update statistics
         _write_back(module, plan, part, values, stored)
@@ -164,7 +168,7 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
 
 
 def _draw(module: nn.Module, plan: LinenPlan) -> None:
-    """Store initial values in the scope, drawn with Linen's keys."""
+    """Store initial values in the scope, drawn with Linen's random keys."""
     with nnx.use_eager_sharding(False):  # boxes have the logical axes; users apply shardings
         state = dict(nnx.to_flat_state(nnx.state(plan.make(Streams(module.make_rng)))))
     for (collection, names), paths in plan.places.items():
@@ -184,16 +188,16 @@ def _stored(module: nn.Module, plan: LinenPlan) -> dict[Path, Any]:
 
     Raises ValueError with all missing, misshapen and unexpected variables.
     """
-    collections, odd, stored = module.variables, list[str](), dict[Path, Any]()
+    collections, unexpected, stored = module.variables, list[str](), dict[Path, Any]()
     for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):
         for names, value in flatten_dict(collections[collection]).items():
             if (paths := plan.places.get((collection, names))) is None:
-                odd.append(f"{'/'.join((collection, *names))} is not a variable of the module")
+                unexpected.append(f"{'/'.join((collection, *names))} is not a variable of the module")
             stored |= dict.fromkeys(paths or (), value)
     slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
-    faults = [fault for path, slot in slots if (fault := slot.fault(stored.get(path)))]
-    if faults or odd:
-        lines = "\n  ".join(by_layer(list(dict.fromkeys(faults + odd))))
+    errors = [fault for path, slot in slots if (fault := slot.fault(stored.get(path)))]
+    if errors or unexpected:
+        lines = "\n  ".join(by_layer(list(dict.fromkeys(errors + unexpected))))
         raise ValueError(f"the variables do not fit {module.name or type(module).__name__}:\n  {lines}")
     return stored
 
@@ -212,7 +216,7 @@ def _random(module: nn.Module, state: nnx.RngState) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _NoKey:
-    """Placeholder for a missing key. Raises only when it is used, so that disabled dropout needs no key."""
+    """Placeholder for a missing key. Raises an error on use, so that disabled dropout needs no key."""
 
     module: str
     tag: str
@@ -226,13 +230,13 @@ def _write_back(
 ) -> None:
     """Store changed variables in Linen's collections, and new variables in mutable collections."""
     for path, variable in nnx.to_flat_state(nnx.state(part, nnx.Not(nnx.RngState))):
-        new, slot = variable.get_value(), plan.leaves.get(path)
+        value, slot = variable.get_value(), plan.leaves.get(path)
         if slot is None:
             collection = collection_of(variable)
             if module.is_mutable_collection(collection):
-                _put(module, collection, attributes(path), new)
-        elif new is not values[path]:
+                _put(module, collection, attributes(path), value)
+        elif value is not values[path]:
             assert isinstance(slot, LinenSlot) and slot.shape == slot.own
             box = stored[path]
-            new = box.replace_boxed(new) if isinstance(box, meta.AxisMetadata) else new
-            _put(module, slot.collection, slot.names, new)
+            value = box.replace_boxed(value) if isinstance(box, meta.AxisMetadata) else value
+            _put(module, slot.collection, slot.names, value)

@@ -1,4 +1,4 @@
-"""Load NNX models from Linen parameters with arbitrary names, by a mapping from our names to theirs."""
+"""Load NNX models from Linen parameters, by a mapping from NNX names to Linen names."""
 
 import dataclasses
 import itertools
@@ -24,9 +24,9 @@ from nnxmoe.model.strategy import Strategy
 
 Source = str | tuple[str | tuple[str, ...], Callable[..., Any]]
 Mapped = Mapping[str, Source]
-Part = tuple[str, int | None]  # a parameter, or one layer of it
+Part = tuple[str, int | None]  # a parameter, or one layer of a stacked parameter
 LAYER = "{layer}"
-# matches a layer's number in a name with slashes or dots between its parts
+# Matches a layer number in a name whose components are separated by slashes or dots.
 NUMBERED = re.compile(r"(^|[/. ])((?:[^/. ]*(?:layer|block)s?_?|h_?)?)(\d+)(?=[/.])", re.IGNORECASE)
 
 
@@ -35,48 +35,52 @@ def from_mapping(
 ) -> CausalLM:
     """Load a model from a Linen tree by a mapping; see `nnxmoe.linen.from_linen`."""
     check_config(config)
-    model, theirs = abstract_model(config, strategy, mesh), flat(params)
-    wanted, found = native.layout(model, False), dict[str, LazyArray]()
-    rows, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in wanted.items()}, theirs)
+    model, linen_arrays = abstract_model(config, strategy, mesh), flat(params)
+    targets, values = native.layout(model, False), dict[str, LazyArray]()
+    rows, errors = read_mapping(mapping, {name: leaf.shape for name, leaf in targets.items()}, linen_arrays)
     for name, row in rows.items():
         try:
-            found[name] = LazyArray.from_array(row(theirs))
+            values[name] = LazyArray.from_array(row(linen_arrays))
         except ValueError as error:
-            faults.append(str(error))
-    check_faults(faults + unused(rows, theirs), type(model).__name__)
-    report = compare_arrays(wanted, found, LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})"), strict=True)
-    load_model(model, wanted, found, None, report, "the Linen tree does not fit the config")
+            errors.append(str(error))
+    check_faults(errors + unused(rows, linen_arrays), type(model).__name__)
+    report = compare_arrays(targets, values, LoadReport(f"a Linen tree ({some(sorted(linen_arrays), 2)})"), strict=True)
+    load_model(model, targets, values, None, report, "the Linen tree does not fit the config")
     return model
 
 
-def unused(rows: Mapping[str, "Row"], theirs: Mapping[str, Any]) -> list[str]:
-    """Return a fault per Linen array that no row reads."""
-    used = {source for row in rows.values() for source in row.sources}
-    return [f"{name} {list(np.shape(a))} of the tree is in no row" for name, a in theirs.items() if name not in used]
+def unused(rows: Mapping[str, "Row"], linen_arrays: Mapping[str, Any]) -> list[str]:
+    """Return an error message for each Linen array that no row reads."""
+    used_names = {source for row in rows.values() for source in row.sources}
+    return [
+        f"{name} {list(np.shape(a))} of the tree is in no row"
+        for name, a in linen_arrays.items()
+        if name not in used_names
+    ]
 
 
-def check_faults(faults: list[str], target: str) -> None:
-    """Raise a ValueError that lists the faults, if any."""
-    if faults:
-        faults = by_layer(faults)
-        lines = "\n  ".join([*faults[:20], *([f"… {len(faults) - 20} more"] if len(faults) > 20 else [])])
+def check_faults(errors: list[str], target: str) -> None:
+    """Raise a ValueError that lists the error messages, if any."""
+    if errors:
+        errors = by_layer(errors)
+        lines = "\n  ".join([*errors[:20], *([f"… {len(errors) - 20} more"] if len(errors) > 20 else [])])
         raise ValueError(
-            f"the mapping does not take this Linen tree to {target} (nnxmoe.linen.propose_mapping lists the names of "
-            f"both sides):\n  {lines}"
+            f"the mapping does not convert this Linen tree to {target} (nnxmoe.linen.propose_mapping lists the names "
+            f"of both sides):\n  {lines}"
         )
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Map names to arrays of a Linen tree, boxed or not, with or without the collection ``params``."""
-    found = flatten_arrays(params)
-    inside = all(name.startswith("params/") for name in found)
-    return {name.removeprefix("params/") if inside else name: array for name, array in found.items()}
+    """Flatten a Linen tree to a dict of arrays. Removes boxes and the collection name ``params``."""
+    arrays = flatten_arrays(params)
+    has_collection = all(name.startswith("params/") for name in arrays)
+    return {name.removeprefix("params/") if has_collection else name: array for name, array in arrays.items()}
 
 
 def general_name(name: str) -> tuple[str, int | None]:
-    """Replace the layer's number in a parameter's name by ``{layer}``.
+    """Replace the layer number in an NNX name with ``{layer}``.
 
-    Returns the new name, and the number or None.
+    Returns the new name, and the layer number or None.
     """
     parts = name.split("/")
     if parts[0] != "layers":
@@ -85,7 +89,7 @@ def general_name(name: str) -> tuple[str, int | None]:
 
 
 def general_linen_name(name: str) -> tuple[str, int | None]:
-    """Replace the first number in a Linen name that may be a layer's number by ``{layer}``.
+    """Replace the first number in a Linen name that may be a layer number with ``{layer}``.
 
     Returns the new name, and the number or None.
     """
@@ -95,10 +99,10 @@ def general_linen_name(name: str) -> tuple[str, int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A parameter of one module as a function of parameters, or of their layers, of the other module.
+    """Function that computes a parameter of one module from parameters of the other module.
 
     Attributes:
-        parts: Arguments of ``make``.
+        parts: Arguments of ``make``: whole parameters or single layers.
         changed: True if ``make`` does more than stack the parts.
     """
 
@@ -112,53 +116,62 @@ class Row:
         return list(dict.fromkeys(name for name, _ in self.parts))
 
     def __call__(self, params: Mapping[str, Any]) -> Any:
-        return self.make(*(params[name] if at is None else jnp.asarray(params[name])[at] for name, at in self.parts))
+        return self.make(
+            *(params[name] if index is None else jnp.asarray(params[name])[index] for name, index in self.parts)
+        )
 
 
 def read_mapping(
     mapping: Mapped,
-    wanted: Mapping[str, tuple[int, ...]],
-    theirs: Mapping[str, Any],
+    target_shapes: Mapping[str, tuple[int, ...]],
+    linen_arrays: Mapping[str, Any],
     general_name: Callable[[str], tuple[str, int | None]] = general_name,
 ) -> tuple[dict[str, Row], list[str]]:
-    """Return the row of each wanted parameter (name -> shape), and all faults of the mapping.
+    """Return the row of each parameter in ``target_shapes``, and all error messages about the mapping.
 
     A row raises ValueError if its function fails or returns a wrong shape. ``general_name`` splits a
-    wanted name into general name and layer.
+    target name into general name and layer.
     """
-    rows, faults, counts = dict[str, Row](), list[str](), dict[str, int]()
+    rows, errors, counts = dict[str, Row](), list[str](), dict[str, int]()
     candidates: Mapping[str, tuple[str, ...]] = getattr(mapping, "candidates", {})  # set by `Proposal`
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"the mapping is a {type(mapping).__name__}: give a dict from our names to theirs")
-    for general, layer in map(general_name, wanted):
+        raise ValueError(f"the mapping is a {type(mapping).__name__}: pass a dict from NNX names to Linen names")
+    for general, layer in map(general_name, target_shapes):
         start = general.split(LAYER)[0]
         counts[start] = max(counts.get(start, 0), 0 if layer is None else layer + 1)
-    for name, shape in wanted.items():
+    for name, shape in target_shapes.items():
         general, layer = general_name(name)
         source = mapping.get(name, mapping.get(general))
         if source is None:
             names = candidates.get(name, candidates.get(general, ()))
             choice = f": choose {' or '.join(names).replace(LAYER, str(layer))}" if names else ""
-            faults.append(f"{name} {list(shape)} has no row in the mapping{choice}")
+            errors.append(f"{name} {list(shape)} has no row in the mapping{choice}")
             continue
         names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)
-        own = layer is None or name in mapping  # a row for a single layer names that layer's arrays
-        parts = tuple((each.replace(LAYER, str(layer)), None if own or LAYER in each else layer) for each in names)
+        is_layer_row = layer is None or name in mapping  # a row for a single layer names that layer's arrays
+        parts = tuple(
+            (linen_name.replace(LAYER, str(layer)), None if is_layer_row or LAYER in linen_name else layer)
+            for linen_name in names
+        )
         sources = tuple(source for source, _ in parts)
-        if missing := [each for each in sources if each not in theirs]:
-            faults.append(f"{name}: the tree has no {', '.join(missing)}")
+        if missing := [linen_name for linen_name in sources if linen_name not in linen_arrays]:
+            errors.append(f"{name}: the tree has no {', '.join(missing)}")
             continue
-        stacks = {each: list(np.shape(theirs[each])) for each, at in parts if at is not None}
-        if odd := [
-            f"{each} {shape}" for each, shape in stacks.items() if shape[:1] != [counts[general.split(LAYER)[0]]]
+        stacks = {
+            linen_name: list(np.shape(linen_arrays[linen_name])) for linen_name, index in parts if index is not None
+        }
+        if invalid := [
+            f"{linen_name} {shape}"
+            for linen_name, shape in stacks.items()
+            if shape[:1] != [counts[general.split(LAYER)[0]]]
         ]:
-            faults.append(f"{name}: {odd[0]} does not have the {counts[general.split(LAYER)[0]]} layers on axis 0")
+            errors.append(f"{name}: {invalid[0]} does not have the {counts[general.split(LAYER)[0]]} layers on axis 0")
             continue
         rows[name] = Row(parts, _add_checks(name, shape, sources, make), not isinstance(source, str))
-    known = {*wanted, *(general_name(name)[0] for name in wanted)}
-    odd = [f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known]
-    return rows, faults + odd
+    known = {*target_shapes, *(general_name(name)[0] for name in target_shapes)}
+    invalid = [f"{name} of the mapping is not a parameter of this model" for name in mapping if name not in known]
+    return rows, errors + invalid
 
 
 def _add_checks(
@@ -181,21 +194,21 @@ def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
     """Return the pair ``(names, function)`` of a row. Raises ValueError if the source is not a pair."""
     if isinstance(source, tuple) and len(source) == 2 and callable(source[1]):
         return source
-    raise ValueError(f"the mapping has {name}: {source!r}: give a name of theirs, or a pair of that and a function")
+    raise ValueError(f"the mapping has {name}: {source!r}: pass a Linen name, or a pair of a Linen name and a function")
 
 
-def by_layer(faults: list[str]) -> list[str]:
-    """Merge faults that differ only in layer numbers into one line."""
+def by_layer(errors: list[str]) -> list[str]:
+    """Merge error messages that differ only in layer numbers into one line."""
     groups: dict[str, list[str]] = {}
-    for fault in faults:
-        groups.setdefault(NUMBERED.sub(r"\1\2*", fault), []).append(fault)
+    for error in errors:
+        groups.setdefault(NUMBERED.sub(r"\1\2*", error), []).append(error)
     return [f"{text} ({len(lines)} layers)" if len(lines) > 1 else lines[0] for text, lines in groups.items()]
 
 
-def splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Check that one shape only splits or merges adjacent dimensions of the other.
+def splits(shape: tuple[int, ...], target_shape: tuple[int, ...]) -> bool:
+    """Check whether one shape only splits or merges adjacent dimensions of the other.
 
-    If so, a reshape changes the order of no values.
+    A reshape then preserves the order of all values.
     """
-    one, other = (set(itertools.accumulate(s, lambda a, b: a * b)) for s in (shape, wanted))
-    return math.prod(shape) == math.prod(wanted) and (one <= other or other <= one)
+    sizes, target_sizes = (set(itertools.accumulate(s, lambda a, b: a * b)) for s in (shape, target_shape))
+    return math.prod(shape) == math.prod(target_shape) and (sizes <= target_sizes or target_sizes <= sizes)

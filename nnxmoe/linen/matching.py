@@ -1,4 +1,7 @@
-"""Match parameters of both sides: find possible pairs, then accept those that the rules make certain."""
+"""Match NNX parameters with Linen parameters: find candidate pairs, then accept unambiguous pairs.
+
+"Our" entries are NNX parameters. "Their" entries are Linen parameters.
+"""
 
 import dataclasses
 import re
@@ -13,20 +16,20 @@ from nnxmoe.linen.words import Words
 Shape = tuple[int, ...]
 Layers = frozenset[int | None]
 OUTSIDE: Layers = frozenset({None})
-_AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # how values are stored
+_AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # storage of our values in their array
 
 
 class _Fit(NamedTuple):
-    """Whether values fit in order, whether they fit transposed, and whether they are a matrix."""
+    """Whether two shapes fit in order, whether they fit transposed, and whether the parameter is a matrix."""
 
     as_is: bool
     transposed: bool
     is_matrix: bool
 
     def storage(self, matrices_transposed: bool | None) -> str | None:
-        """Return how values are stored, or None if they do not fit.
+        """Return how values are stored, or None if the shapes do not fit.
 
-        ``matrices_transposed`` says how the other matrices of the tree are stored, if known.
+        ``matrices_transposed`` is True or False if the storage of the tree's other matrices is known.
         """
         as_is, transposed = self.as_is, self.transposed
         if matrices_transposed is False:
@@ -42,13 +45,13 @@ class _Fit(NamedTuple):
 
 @dataclasses.dataclass
 class Entry:
-    """A parameter, or, with ``{layer}`` in its name, the parameters of equal shape in several ``layers``.
+    """A parameter, or the parameters of equal shape in several layers (``{layer}`` in the name).
 
     Attributes:
         members: Full names of the parameters.
         rows: Names of the parameters in a mapping: ``name``, or ``members`` if shapes differ between
             layers.
-        hidden: A number in the name may be the number of a layer that our model does not have.
+        hidden: True if the name may contain the index of a layer that our model does not have.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Entry:
 
 
 class Matching:
-    """Possible pairs and certain pairs. ``edges[i][j]`` says how their entry j stores our entry i."""
+    """Candidate pairs and accepted pairs. ``edges[i][j]`` is the storage of our entry i in their entry j."""
 
     def __init__(self, ours: list[Entry], theirs: list[Entry], every: Layers):
         self.ours, self.theirs, self.every = ours, theirs, every
@@ -90,41 +93,43 @@ class Matching:
         self.pairs: dict[int, tuple[int, str]] = {}
 
     def _fit(self, a: Entry, b: Entry) -> _Fit | None:
-        stored = b.shape
+        their_shape = b.shape
         if a.layers == OUTSIDE:
-            if b.layers != OUTSIDE or b.hidden or (self.every and self._stacked(b) and len(stored) > len(a.shape)):
+            if b.layers != OUTSIDE or b.hidden or (self.every and self._stacked(b) and len(their_shape) > len(a.shape)):
                 return None
         elif b.layers == OUTSIDE:
             if not self._stacked(b) or a.rows != (a.name,):
                 return None
-            stored = stored[1:]
+            their_shape = their_shape[1:]
         elif b.layers not in (a.layers, self.every):
             return None
-        as_is = splits(stored, a.shape)
+        as_is = splits(their_shape, a.shape)
         matrix = not (a.words.norm or a.words.bias or a.words.roles == {"embed"})
         experts = len(a.shape) == 3 and a.words.aspects[1] == "experts"
-        transposed = matrix and (len(stored) == 2 or (experts and len(stored) == 3 and stored[1] == stored[2]))
-        transposed = transposed and splits(stored[::-1] if len(stored) == 2 else stored, a.shape)
-        return _Fit(as_is, transposed, matrix and len(stored) == 2) if as_is or transposed else None
+        transposed = matrix and (
+            len(their_shape) == 2 or (experts and len(their_shape) == 3 and their_shape[1] == their_shape[2])
+        )
+        transposed = transposed and splits(their_shape[::-1] if len(their_shape) == 2 else their_shape, a.shape)
+        return _Fit(as_is, transposed, matrix and len(their_shape) == 2) if as_is or transposed else None
 
     def _stacked(self, b: Entry) -> bool:
         return b.layers == OUTSIDE and b.shape[:1] == (len(self.every),)
 
     def _votes(self, fits: Mapping[tuple[int, int], _Fit], inside: bool) -> set[bool]:
-        """Decide whether their matrices are stored as ``[out, in]``.
+        """Determine whether their matrices are stored as ``[out, in]``.
 
-        Evaluates the matrices that fit in one orientation only and share a role with ours. Returns both
-        answers if these matrices contradict each other.
+        Uses the matrices that fit in only one orientation and share a role with ours. Returns both True and
+        False if these matrices contradict each other.
         """
         votes: dict[int, set[bool]] = {}
         for (i, j), (as_is, transposed, is_matrix) in fits.items():
             in_scope = is_matrix and (self.ours[i].layers != OUTSIDE) == inside
             if in_scope and self.ours[i].words.roles & self.theirs[j].words.roles:
                 votes.setdefault(j, set()).update([False] * as_is + [True] * transposed)
-        return {vote for each in votes.values() if len(each) == 1 for vote in each}
+        return {vote for orientations in votes.values() if len(orientations) == 1 for vote in orientations}
 
     def _complete_layers(self) -> Layers:
-        """Return the layers in which both sides have equally many parameters that all fit something."""
+        """Return the layers with equally many parameters on both sides, all of which have candidates."""
         fitting = {j for edges in self.edges.values() for j in edges}
         inside = {j for i, edges in self.edges.items() if self.ours[i].layers != OUTSIDE for j in edges}
         if any(j not in fitting and b.layers == OUTSIDE for j, b in enumerate(self.theirs)):
@@ -151,9 +156,9 @@ class Matching:
             pass
 
     def _accept(self, rule: Callable[[int, int], float]) -> bool:
-        """Accept each pair that scores higher than all other pairs with one of its parameters.
+        """Accept each pair that scores higher than all other pairs of its two parameters.
 
-        A pair with a negative score is not accepted, but its absolute value competes with other pairs.
+        A pair with a negative score is never accepted, but its absolute value competes with other pairs.
         """
         scores = {
             i: {j: score for j in row if (score := rule(i, j))} for i, row in self.edges.items() if i not in self.pairs
@@ -181,9 +186,9 @@ class Matching:
         return bool(accepted)
 
     def _same_words(self, i: int, j: int) -> float:
-        """Score pairs whose names have equal words.
+        """Score pairs whose names have equal words and numbers.
 
-        Equal numbers count if these words have the same numbers on both sides.
+        If there are numbers, these words must occur with the same numbers on both sides.
         """
         a, b = self.ours[i].words, self.theirs[j].words
         if a.stem != b.stem or a.digits != b.digits:
@@ -195,7 +200,7 @@ class Matching:
         return {entry.words.digits for entry in entries if entry.words.stem == stem}
 
     def _same_role(self, i: int, j: int) -> float:
-        """Score pairs with a role that both names allow, if their name has all other words of ours.
+        """Score pairs whose names have a common role, if their name contains all other words of ours.
 
         An unambiguous role scores higher.
         """
@@ -204,16 +209,19 @@ class Matching:
         return 1 + (len(b.roles) == 1) + 2 * len(a.rest) if matches else 0
 
     def _same_module(self, i: int, j: int) -> float:
-        """Score pairs in modules matched already by a different parameter, such as bias after kernel."""
-        ours, theirs = self.ours[i].parent, self.theirs[j].parent
-        together = (self.ours[k].parent == ours and self.theirs[n].parent == theirs for k, (n, _) in self.pairs.items())
-        alone = sum(entry.parent == theirs for entry in self.theirs) == 2
-        return bool(ours and theirs) and alone and any(together)
+        """Score pairs in modules with another matched parameter, such as the bias after the kernel."""
+        our_module, their_module = self.ours[i].parent, self.theirs[j].parent
+        matched = (
+            self.ours[k].parent == our_module and self.theirs[n].parent == their_module
+            for k, (n, _) in self.pairs.items()
+        )
+        has_two_parameters = sum(entry.parent == their_module for entry in self.theirs) == 2
+        return bool(our_module and their_module) and has_two_parameters and any(matched)
 
     def _only_fit(self, i: int, j: int) -> float:
-        """Score pairs of layers that match completely, and of norms in all layers.
+        """Score pairs in layers that match completely, and norms in all layers.
 
-        Such a pair is accepted if nothing else fits its parameters. Other pairs have a negative score.
+        Such a pair is accepted if its parameters have no other candidates. Other pairs have a negative score.
         """
         a, b = self.ours[i], self.theirs[j]
         return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1
@@ -222,10 +230,10 @@ class Matching:
         return bool(self.ours[i].layers & self.ours[k].layers)
 
     def sources(self) -> dict[int, Source]:
-        """Map the index of our entry to their name, or to a pair of their name and `jnp.transpose`."""
-        named = {i: (self.theirs[j].name, how) for i, (j, how) in self.pairs.items()}
-        return {i: (name, jnp.transpose) if how == _TRANSPOSED else name for i, (name, how) in named.items()}
+        """Map the index of each matched entry to their name, or to (their name, `jnp.transpose`)."""
+        matches = {i: (self.theirs[j].name, storage) for i, (j, storage) in self.pairs.items()}
+        return {i: (name, jnp.transpose) if storage == _TRANSPOSED else name for i, (name, storage) in matches.items()}
 
     def candidates(self, i: int) -> tuple[str, ...]:
-        """Return the names of their parameters that are possible pairs of our entry."""
+        """Return the names of their entries that are candidates for our entry."""
         return tuple(self.theirs[j].name for j in self.edges[i])

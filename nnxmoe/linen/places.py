@@ -1,7 +1,7 @@
-"""Plan of an NNX module in Linen: its graph definition, built once, and the place of each variable.
+"""Plan of an NNX module in Linen: a cached graph definition, and the place of each variable.
 
-Whole models have the names of `maxtext_layout`. Parts of models have the names of the families'
-tables. Other modules have the names of their attributes.
+Whole models use the names of `maxtext_layout`. Parts of models use the names of the families'
+tables. Other modules use the names of their attributes.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ Names = tuple[str, ...]
 Place = tuple[str, Names]  # a Linen collection, and the name in it
 Make = Callable[[nnx.Rngs | None], nnx.Module]
 
-# Modules of nnxmoe, and the prefixes of their parameters in the models' tables.
+# Module of nnxmoe -> prefix of its parameters in the families' tables.
 _PARTS: dict[type[nnx.Module], str] = {
     Layer: "layer.",
     GQA: "layer.attention.",
@@ -58,18 +58,18 @@ _PARTS: dict[type[nnx.Module], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinenSlot:
-    """A variable of NNX and its place in Linen.
+    """NNX variable and its place in Linen.
 
     Attributes:
         collection: Linen's collection, such as ``params``.
         names: Path within the collection.
         shape: Shape in Linen.
         own: Shape in NNX.
-        dtype: Dtype of both.
+        dtype: Dtype in Linen and NNX.
         axes: Logical axes of the box in Linen, or None if it is unboxed.
         rows: Layers of the variable on Linen's stacked axis 1, or None if it is not stacked. NNX has
             the layers on axis 0.
-        matrix: See `is_matrix`.
+        matrix: True for weight matrices, see `is_matrix`.
     """
 
     collection: str
@@ -82,13 +82,13 @@ class LinenSlot:
     matrix: bool = False
 
     def write(self, value: Any) -> Any:
-        """Convert an NNX value, or its rows of a stack, to its form in Linen, unboxed."""
+        """Convert an NNX value to the unboxed Linen value, or to its rows of a stacked Linen value."""
         if self.rows is None:
             return value.reshape(self.shape)
         return jnp.moveaxis(value.reshape(-1, self.shape[0], *self.shape[2:]), 0, 1)
 
     def read(self, value: Any) -> Any:
-        """Convert a Linen value, boxed or not, to its form in NNX."""
+        """Convert a Linen value, boxed or not, to the NNX value."""
         value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
         value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
         value = value if self.rows is None else jnp.moveaxis(value[:, self.rows], 1, 0)
@@ -112,8 +112,8 @@ class LinenSlot:
 class LinenPlan:
     """A module's graph definition, and the places of its variables in a Linen tree.
 
-    A place has several variables if they are rows of a stack. Linen stores no keys and counts of RNG
-    streams.
+    A place has several variables if they are rows of a stack. Keys and counts of RNG streams are not
+    stored in Linen.
     """
 
     make: Make
@@ -125,7 +125,7 @@ class LinenPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """The constructor and arguments of an NNX module, without its random keys."""
+    """Constructor and arguments of an NNX module, without random keys."""
 
     make: Callable[..., nnx.Module]
     args: tuple[Any, ...]
@@ -136,12 +136,12 @@ class Blueprint:
         args = [value(rngs) if isinstance(value, Blueprint) else value for value in self.args]
         kwargs = {key: value(rngs) if isinstance(value, Blueprint) else value for key, value in self.kwargs}
         signature = inspect.signature(self.make.__init__ if isinstance(self.make, type) else self.make)
-        wanted = any(each.name == "rngs" or each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        return self.make(*args, **kwargs, **({"rngs": rngs} if wanted else {}))
+        takes_rngs = any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        return self.make(*args, **kwargs, **({"rngs": rngs} if takes_rngs else {}))
 
 
 class Streams(nnx.Rngs):
-    """RNG streams of any name, created on first access, so that each stream has its name as its tag."""
+    """RNG streams that are created on first access, each with its name as its tag."""
 
     def __init__(self, key_of: Callable[[str], Any]):
         self._key_of = key_of
@@ -162,7 +162,7 @@ class Streams(nnx.Rngs):
 def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> LinenPlan:
     """Plan a whole model in MaxText's layout, with queries divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
-        raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
+        raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): pass a model's config and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
 
     config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
@@ -180,12 +180,12 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     for name, leaf in maxtext_layout(model, scan_layers).items():
         names = tuple(name.split("/"))
         if leaf.rearrange is not None:
-            what = f"LinenCausalLM({type(config).__name__}(…), scan_layers={scan_layers})"
-            raise ValueError(f"{what}: MaxText arranges {name} otherwise than this model: convert checkpoints instead")
+            call = f"LinenCausalLM({type(config).__name__}(…), scan_layers={scan_layers})"
+            raise ValueError(f"{call}: MaxText stores {name} in a different layout: convert checkpoints instead")
         for parameter, rows in _rows(leaf):
-            own, variable = parameter.shape, parameter.variable
-            kind = variable.dtype, leaf.axes, rows, is_matrix(variable)
-            slots[parameter.path] = LinenSlot("params", names, leaf.shape, own, *kind)
+            nnx_shape, variable = parameter.shape, parameter.variable
+            properties = variable.dtype, leaf.axes, rows, is_matrix(variable)
+            slots[parameter.path] = LinenSlot("params", names, leaf.shape, nnx_shape, *properties)
     return _plan(make, graph, state, slots)
 
 
@@ -201,26 +201,26 @@ def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
 @functools.lru_cache(maxsize=256)
 def part_plan(blueprint: Blueprint) -> LinenPlan:
     """Plan a part of a model, or any other NNX module. Raises ValueError if Linen cannot store its state."""
-    made: list[nnx.Module] = []
+    modules: list[nnx.Module] = []
 
     def shapes() -> Any:
         with nnx.use_eager_sharding(False):
-            made[:] = [_move_inputs_first(blueprint(Streams(lambda name: jax.random.key(0))))]
-        return nnx.state(made[0])
+            modules[:] = [_move_inputs_first(blueprint(Streams(lambda name: jax.random.key(0))))]
+        return nnx.state(modules[0])
 
     state = jax.eval_shape(shapes)
-    kind = type(made[0])
-    if issubclass(kind, CausalLM):
-        raise ValueError(f"wrap({kind.__name__}, …): a whole model is LinenCausalLM(config, strategy, scan_layers)")
+    module_class = type(modules[0])
+    if issubclass(module_class, CausalLM):
+        raise ValueError(f"wrap({module_class.__name__}, …): use LinenCausalLM(config, strategy, …) for a whole model")
     variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
     for path, variable in variables.items():
         if not isinstance(variable, nnx.Variable) or not isinstance(variable.get_value(), jax.ShapeDtypeStruct):
-            what = f"{kind.__name__}.{'.'.join(map(str, path))}"
-            raise ValueError(f"wrap: {what} is not one array in an nnx.Variable, and Linen stores nothing else")
-    kept = {path: variable for path, variable in variables.items() if not isinstance(variable, nnx.RngState)}
-    prefix = next((prefix for part, prefix in _PARTS.items() if issubclass(kind, part)), None)
-    slots = _slots_by_attribute(kept) if prefix is None else _slots_by_table(kept, prefix, made[0])
-    return _plan(lambda rngs: _move_inputs_first(blueprint(rngs)), nnx.graphdef(made[0]), state, slots)
+            name = f"{module_class.__name__}.{'.'.join(map(str, path))}"
+            raise ValueError(f"wrap: {name} is not an array in an nnx.Variable, and Linen can store only arrays")
+    stored = {path: variable for path, variable in variables.items() if not isinstance(variable, nnx.RngState)}
+    prefix = next((prefix for part, prefix in _PARTS.items() if issubclass(module_class, part)), None)
+    slots = _slots_by_attribute(stored) if prefix is None else _slots_by_table(stored, prefix, modules[0])
+    return _plan(lambda rngs: _move_inputs_first(blueprint(rngs)), nnx.graphdef(modules[0]), state, slots)
 
 
 def _move_inputs_first(module: Any) -> Any:
@@ -240,30 +240,28 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -
         if isinstance(slot, LinenSlot):
             paths = places.setdefault((slot.collection, slot.names), [])
             if paths and slot.rows is None:
-                twice = "/".join((slot.collection, *slot.names))
-                raise ValueError(f"wrap: two variables would be called {twice}: rename an attribute")
+                duplicate = "/".join((slot.collection, *slot.names))
+                raise ValueError(f"wrap: two variables would be called {duplicate}: rename an attribute")
             paths.append(path)
     return LinenPlan(make, graph, jax.tree.structure(state), leaves, places)
 
 
 def _slots_by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.Module) -> dict[Path, LinenSlot]:
-    """Name a part of a model by the first family's table that has all of its parameters.
+    """Name the variables of a part by the first family's table that contains all of them.
 
-    A part does not know its family. The common prefix of the names is left out.
+    A part does not know its family. The common prefix of the names is removed.
     """
     keys = {path: prefix + ".".join(map(str, path)) for path in variables}
     table = _table_with(set(keys.values()))
     if table is None:
-        raise ValueError(
-            f"wrap({type(module).__name__}, …): no model of MaxText's has all of {', '.join(keys.values())}"
-        )
+        raise ValueError(f"wrap({type(module).__name__}, …): no MaxText model has all of {', '.join(keys.values())}")
     names = {path: tuple(table[key][0].split("/")) for path, key in keys.items()}
     prefix_length = len(os.path.commonprefix([path_names[:-1] for path_names in names.values()]))
     slots: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
-        own, axes = tuple(variable.shape), table[keys[path]][1]
-        shape = tuple(variable.get_metadata().get("outs", own))  # NNX stores biases of heads flat
-        slots[path] = LinenSlot("params", names[path][prefix_length:], shape, own, variable.dtype, axes)
+        nnx_shape, axes = tuple(variable.shape), table[keys[path]][1]
+        shape = tuple(variable.get_metadata().get("outs", nnx_shape))  # NNX stores biases of heads flat
+        slots[path] = LinenSlot("params", names[path][prefix_length:], shape, nnx_shape, variable.dtype, axes)
     return slots
 
 
@@ -289,7 +287,7 @@ def collection_of(variable: nnx.Variable) -> str:
 
 
 def attributes(path: Path) -> Names:
-    """Join indices to names: ``("layers", 0, "kernel")`` becomes ``("layers_0", "kernel")``."""
+    """Append indices to names: ``("layers", 0, "kernel")`` becomes ``("layers_0", "kernel")``."""
     names: list[str] = []
     for part in path:
         if isinstance(part, int) and names:

@@ -1,13 +1,13 @@
-"""Propose a mapping between our parameters and a Linen tree, without guesses.
+"""Propose a mapping between NNX parameters and a Linen tree, from unambiguous matches only.
 
-Two parameters are a possible pair if they are in the same layers, their shapes fit (in order or
-transposed), and their names do not contradict each other (`nnxmoe.linen.words`). A possible pair is
+Two parameters are a candidate pair if they are in the same layers, their shapes fit (in order or
+transposed), and their names do not contradict each other (`nnxmoe.linen.words`). A candidate pair is
 proposed if a rule in `nnxmoe.linen.matching` prefers it to all other pairs of both parameters.
 Numbers and letters that an author appends to names are ignored (``ln1``, ``norm_b``, ``Dense_3``),
 with three exceptions:
 
-- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1``. They are numbered in
-  order of execution, if a layer has exactly the norms before attention and before feed-forward.
+- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1`` are in order of
+  execution, if a layer has exactly two norms, before attention and before the feed-forward.
 - T5X's ``wi_0`` (gate) and ``wi_1`` (up).
 - Meta's ``w1`` (gate), ``w3`` (up) and ``w2``, if ``w2`` has a different name or the shape of a
   down projection.
@@ -37,11 +37,11 @@ _AUTOMATIC = re.compile(r"(?:^|(?<=[/.]))(ln|[A-Z][A-Za-z]*)_(\d+)(?=[/.][^/.]*$
 
 
 class Proposal(dict[str, Source]):
-    """Mapping from our names to theirs. ``print`` shows the names and shapes of both sides.
+    """Mapping from NNX names to Linen names. ``print`` shows the names and shapes of both sides.
 
     Attributes:
-        candidates: Our name -> their possible names, for parameters without a row. ``print`` shows
-            them as ``?``.
+        candidates: NNX name -> candidate Linen names, for parameters without a row. ``print`` marks
+            these parameters with ``?``.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class Proposal(dict[str, Source]):
         return type(self)({**self, **other}, self.ours, self.theirs, self.candidates)
 
     def __str__(self) -> str:
-        lines, taken = list[str](), set[str]()
+        lines, used_names = list[str](), set[str]()
         for name, source in self.items():
-            names, how = (source, "") if isinstance(source, str) else (source[0], " by a function")
+            names, change = (source, "") if isinstance(source, str) else (source[0], " by a function")
             names = (names,) if isinstance(names, str) else names
-            how = " transposed" if not isinstance(source, str) and source[1] is jnp.transpose else how
-            lines.append(f"{name} {list(self.ours.get(name, ()))} <- {', '.join(map(self._shown, names))}{how}")
-            taken.update(names)
+            change = " transposed" if not isinstance(source, str) and source[1] is jnp.transpose else change
+            lines.append(f"{name} {list(self.ours.get(name, ()))} <- {', '.join(map(self._shown, names))}{change}")
+            used_names.update(names)
         for name, shape in self.ours.items():
             if name not in self:
                 lines.append(f"{name} {list(shape)} <- ? {' or '.join(self.candidates.get(name, ()))}".rstrip())
-        return "\n".join(lines + [f"? <- {self._shown(name)}" for name in self.theirs if name not in taken])
+        return "\n".join(lines + [f"? <- {self._shown(name)}" for name in self.theirs if name not in used_names])
 
     def _shown(self, name: str) -> str:
         return f"{name} {' or '.join(str(list(shape)) for shape in self.theirs.get(name, ()))}"
 
 
 def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any]) -> Proposal:
-    """Propose a mapping from our parameters to a Linen tree.
+    """Propose a mapping from NNX parameters to a Linen tree.
 
     The mapping is for `from_linen`, `nnxmoe.testing.load_linen` and
     `nnxmoe.testing.assert_module_parity`.
@@ -85,35 +85,42 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
         params: The Linen tree, of arrays or shapes (``jax.eval_shape(module.init, …)``).
 
     Returns:
-        A dict with a row for each of our parameters whose counterpart is certain by shape and words.
+        A dict with a row for each NNX parameter whose counterpart is unambiguous by shape and name.
         If the tree stores linear maps as ``[out, in]``, as in torch, the rows transpose them. Other
-        parameters, such as parameters that the tree fuses, have no row. ``print`` shows them as ``?``
-        with all candidates. Add rows with ``proposal | {…}``.
+        parameters, such as parameters that the tree fuses, have no row. ``print`` marks them with
+        ``?`` and lists all candidates. Add rows with ``proposal | {…}``.
     """
-    model = isinstance(ours, DecoderConfig | CausalLM)
+    is_model = isinstance(ours, DecoderConfig | CausalLM)
     if isinstance(ours, DecoderConfig | CausalLM):
         layout = native.layout(abstract_model(ours, None, None) if isinstance(ours, DecoderConfig) else ours, False)
-        here = {name: tuple(leaf.shape) for name, leaf in layout.items()}
+        nnx_shapes = {name: tuple(leaf.shape) for name, leaf in layout.items()}
     else:
         state = nnx.to_flat_state(nnx.state(ours, nnx.Not(nnx.RngState)))
-        here = {"/".join(map(str, path)): tuple(flax_order(v, v.shape)) for path, v in state}
-    there = {name: tuple(np.shape(array)) for name, array in flat(params).items()}
-    mine = list(_entries(here, general_name if model else lambda name: (name, None), lambda name: read(name, model)))
-    every: Layers = frozenset().union(*(entry.layers for entry in mine)) - {None}
-    theirs = _known_layers(
-        list(_entries(there, general_linen_name, read)), {entry.layers for entry in mine} | {every}, bool(every)
+        nnx_shapes = {"/".join(map(str, path)): tuple(flax_order(v, v.shape)) for path, v in state}
+    linen_shapes = {name: tuple(np.shape(array)) for name, array in flat(params).items()}
+    nnx_entries = list(
+        _entries(nnx_shapes, general_name if is_model else lambda name: (name, None), lambda name: read(name, is_model))
     )
-    _read_keys(theirs)
-    _read_meta(theirs)
-    _read_automatic(mine, theirs)
-    matching = Matching(mine, theirs, every)
+    all_layers: Layers = frozenset().union(*(entry.layers for entry in nnx_entries)) - {None}
+    linen_entries = _known_layers(
+        list(_entries(linen_shapes, general_linen_name, read)),
+        {entry.layers for entry in nnx_entries} | {all_layers},
+        bool(all_layers),
+    )
+    _read_keys(linen_entries)
+    _read_meta(linen_entries)
+    _read_automatic(nnx_entries, linen_entries)
+    matching = Matching(nnx_entries, linen_entries, all_layers)
     matching.run()
-    pairs = {name: source for i, source in matching.sources().items() for name in mine[i].rows}
-    names = [(i, name) for i, entry in enumerate(mine) for name in entry.rows]
+    pairs = {name: source for i, source in matching.sources().items() for name in nnx_entries[i].rows}
+    names = [(i, name) for i, entry in enumerate(nnx_entries) for name in entry.rows]
     return Proposal(
         {name: pairs[name] for _, name in names if name in pairs},
-        {name: mine[i].shape for i, name in names},
-        {name: tuple(b.shape for b in theirs if b.name == name) for name in dict.fromkeys(b.name for b in theirs)},
+        {name: nnx_entries[i].shape for i, name in names},
+        {
+            name: tuple(b.shape for b in linen_entries if b.name == name)
+            for name in dict.fromkeys(b.name for b in linen_entries)
+        },
         {name: matching.candidates(i) for i, name in names if name not in pairs},
     )
 
@@ -124,75 +131,83 @@ def _entries(
     """Yield one entry per general name and shape."""
     groups: dict[tuple[str, Shape], dict[str, int | None]] = {}
     for name, shape in shapes.items():
-        found, layer = general(name)
-        groups.setdefault((found, shape), {})[name] = layer
-    several = {found for found, count in collections.Counter(found for found, _ in groups).items() if count > 1}
-    for (found, shape), names in groups.items():
-        rows = tuple(names) if found in several else (found,)
-        yield Entry(found, shape, frozenset(names.values()), words(found), tuple(names), rows)
+        entry_name, layer = general(name)
+        groups.setdefault((entry_name, shape), {})[name] = layer
+    ambiguous = {
+        entry_name
+        for entry_name, count in collections.Counter(entry_name for entry_name, _ in groups).items()
+        if count > 1
+    }
+    for (entry_name, shape), names in groups.items():
+        rows = tuple(names) if entry_name in ambiguous else (entry_name,)
+        yield Entry(entry_name, shape, frozenset(names.values()), words(entry_name), tuple(names), rows)
 
 
-def _known_layers(theirs: list[Entry], known: set[Layers], stacked: bool) -> list[Entry]:
-    """Split their entries with ``{layer}`` into single parameters if the numbers are not our layer numbers.
+def _known_layers(linen_entries: list[Entry], nnx_layers: set[Layers], stacked: bool) -> list[Entry]:
+    """Split Linen entries with ``{layer}`` into single parameters if the numbers are not our layer indices.
 
-    The numbers may start at 1, count layers of one kind, or number submodules.
+    The numbers may start at 1, count only layers of one type, or enumerate submodules.
     """
     numbers: dict[str, set[int | None]] = {}
-    for entry in theirs:
+    for entry in linen_entries:
         if entry.layers != OUTSIDE:
             numbers.setdefault(entry.name.split(LAYER)[0], set()).update(entry.layers)
-    made: list[Entry] = []
-    for entry in theirs:
-        union = numbers.get(entry.name.split(LAYER)[0], set())
-        if entry.layers == OUTSIDE or (entry.layers in known and union == set(range(len(union)))):
-            made.append(entry)
+    entries: list[Entry] = []
+    for entry in linen_entries:
+        all_numbers = numbers.get(entry.name.split(LAYER)[0], set())
+        if entry.layers == OUTSIDE or (entry.layers in nnx_layers and all_numbers == set(range(len(all_numbers)))):
+            entries.append(entry)
             continue
-        made += [Entry(n, entry.shape, OUTSIDE, read(n), (n,), (n,), hidden=stacked) for n in entry.members]
-    return made
+        entries += [Entry(n, entry.shape, OUTSIDE, read(n), (n,), (n,), hidden=stacked) for n in entry.members]
+    return entries
 
 
 _PARTNERS = {"k": "v", "v": "k", "q": "k kv", "o": "q v"}
 
 
-def _read_keys(theirs: list[Entry]) -> None:
+def _read_keys(linen_entries: list[Entry]) -> None:
     """Remove attention roles from names without a counterpart.
 
-    Attention projections have similar names. For example, Grok's ``linear_v`` without a ``linear_k``
-    belongs to a feed-forward.
+    Attention projections have analogous names. For example, Grok's ``linear_v`` belongs to a
+    feed-forward, since there is no ``linear_k``.
     """
-    stems = {entry.words.stem for entry in theirs}
-    for entry in theirs:
-        words, kinds = entry.words.stem[:-2], entry.words.stem[-2:]
+    stems = {entry.words.stem for entry in linen_entries}
+    for entry in linen_entries:
+        words, suffix = entry.words.stem[:-2], entry.words.stem[-2:]
         for role, partners in _PARTNERS.items():
-            named = {(*sorted(p if word == role else word for word in words), *kinds) for p in partners.split()}
-            known = entry.words.aspects[2] or (role == "o" and entry.words.aspects[0])  # a factor, or attention/o
-            if entry.words.roles == {role} and role in words and not known and not named & stems:
+            partner_stems = {
+                (*sorted(p if word == role else word for word in words), *suffix) for p in partners.split()
+            }
+            known = entry.words.aspects[2] or (
+                role == "o" and entry.words.aspects[0]
+            )  # a low-rank factor, or attention/o
+            if entry.words.roles == {role} and role in words and not known and not partner_stems & stems:
                 entry.words = dataclasses.replace(entry.words, roles=frozenset())
 
 
-def _read_meta(theirs: list[Entry]) -> None:
+def _read_meta(linen_entries: list[Entry]) -> None:
     """Assign roles to Meta's ``w1``, ``w2`` and ``w3`` if the shapes confirm them."""
     groups: dict[str, dict[str, Entry]] = {}
-    for entry in theirs:
+    for entry in linen_entries:
         if match := _META.search(entry.name):
             groups.setdefault(_META.sub("w", entry.name), {})[match[1]] = entry
     for group in groups.values():
         if not {"1", "3"} <= group.keys() or any(len(entry.shape) < 2 for entry in group.values()):
             continue
-        inward, outward = group["1"].shape, (*group["1"].shape[:-2], *group["1"].shape[:-3:-1])
-        if group["3"].shape == inward and ("2" not in group or group["2"].shape == outward != inward):
+        up_shape, down_shape = group["1"].shape, (*group["1"].shape[:-2], *group["1"].shape[:-3:-1])
+        if group["3"].shape == up_shape and ("2" not in group or group["2"].shape == down_shape != up_shape):
             for number, entry in group.items():
                 role = {"1": "gate", "2": "down", "3": "up"}[number]
                 entry.words = dataclasses.replace(entry.words, roles=frozenset({role}))
 
 
-def _read_automatic(ours: list[Entry], theirs: list[Entry]) -> None:
+def _read_automatic(nnx_entries: list[Entry], linen_entries: list[Entry]) -> None:
     """Assign roles to two norms that are numbered in order of execution."""
-    norms = {entry.words.roles for entry in ours if entry.words.norm and entry.layers != OUTSIDE}
+    norms = {entry.words.roles for entry in nnx_entries if entry.words.norm and entry.layers != OUTSIDE}
     if norms - {frozenset({role}) for role in "qkv"} != {frozenset({"attention_norm"}), frozenset({"mlp_norm"})}:
         return
     groups: dict[str, dict[tuple[bool, str], Entry]] = {}
-    for entry in theirs:
+    for entry in linen_entries:
         match = _AUTOMATIC.search(entry.name)
         if match and entry.words.norm and not entry.words.roles:
             groups.setdefault(_AUTOMATIC.sub(r"\1", entry.name), {})[match[1] == "ln", match[2]] = entry

@@ -51,15 +51,15 @@ _OURS |= {name: name for name in ("attention_norm", "attention_post_norm", "mlp_
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The meaning of a name. Fields are empty or None if the name does not determine them.
+    """Meaning of a parameter name. Fields are empty or None if the name does not determine them.
 
     Attributes:
         roles: Possible roles of the parameter, such as ``{"q"}``, or ``{"gate", "router"}`` for the
             word ``gate``.
-        aspects: The side of the layer, experts or shared expert, and the factor of a low-rank
-            projection.
-        stem: The words without ``digits`` and noise.
-        rest: Words with none of these meanings.
+        aspects: Side of the layer (attention or mlp), ``experts`` or ``shared``, and factor of a
+            low-rank projection (``a`` or ``b``).
+        stem: The words without ``digits`` and noise words.
+        rest: Words without a known meaning.
     """
 
     roles: Roles
@@ -76,33 +76,37 @@ class Words:
         aspects = zip(self.aspects, other.aspects, strict=True)
         return (
             any(None not in pair and pair[0] != pair[1] for pair in flags)
-            or any(one and two and one != two for one, two in aspects)
+            or any(value and other_value and value != other_value for value, other_value in aspects)
             or (bool(self.roles and other.roles) and not self.roles & other.roles)
         )
 
 
-def read(name: str, ours: bool = False) -> Words:
-    """Interpret a parameter's name. ``ours``: the name is from a `CausalLM` and thus unambiguous."""
+def read(name: str, unambiguous: bool = False) -> Words:
+    """Interpret a parameter's name. If ``unambiguous``, the name is from a `CausalLM`."""
     parts = _words(name)
     leaf = parts[-1][0] if parts and len(parts[-1]) == 1 and parts[-1][0] in _LEAVES else ""
     inner = parts[:-1] if leaf and len(parts) > 1 else parts
     words = [word for part in inner for word in part]
     sides = {_SIDES[word] for word in words if word in _SIDES}
     side = next(iter(sides)) if len(sides) == 1 else ""
-    can_be_norm = leaf in ("", "weight", "weights", "w", "scale", "gamma", "bias", "b", "beta") and not ours
+    can_be_norm = leaf in ("", "weight", "weights", "w", "scale", "gamma", "bias", "b", "beta") and not unambiguous
     norm = True if "norm" in words else None if can_be_norm else False
     if norm or (can_be_norm and leaf in ("scale", "gamma")):
         roles, aspects = _norm_roles(words, inner[-1]), ("", "", "")
-        if ours:
+        if unambiguous:
             role = _OURS.get(name.split("/")[-2] if name.count("/") else "")
             roles = frozenset({role}) if role and (role == "final") == (name == "norm/scale") else roles
     else:
         roles = _roles(inner, side) or frozenset({"embed"} if leaf == "embed" else ())
-        roles = frozenset({"gate"}) if ours and roles == _ROLES["gate"] else roles
+        roles = frozenset({"gate"}) if unambiguous and roles == _ROLES["gate"] else roles
         part = next((word for word in ("shared", "experts") if word in words), "")
         pairs = itertools.pairwise(words)
-        aspects = side, part, next((two for one, two in pairs if one in ("q", "kv") and two in ("a", "b")), "")
-    bias = leaf in ("bias", "b", "beta") if leaf or ours else None
+        aspects = (
+            side,
+            part,
+            next((second for first, second in pairs if first in ("q", "kv") and second in ("a", "b")), ""),
+        )
+    bias = leaf in ("bias", "b", "beta") if leaf or unambiguous else None
     known = _NOISE | _SIDES.keys() | _ROLES.keys() | _POSITIONS | {"a", "b"}
     return Words(
         roles,
@@ -140,8 +144,8 @@ def _roles(parts: list[list[str]], side: str) -> Roles:
 def _norm_roles(words: list[str], module: list[str]) -> Roles:
     """Return the possible norms of a layer for a name.
 
-    ``module`` has the words of the last component. An attention may contain several norms. A
-    feed-forward contains none.
+    ``module`` has the words of the last component. An attention may contain several norms, and a
+    feed-forward contains no norms.
     """
     projections = [_ROLES[word] for word in words if word in ("q", "k", "v", "kv", "embed")]
     positions = {word for word in module if word in _POSITIONS}

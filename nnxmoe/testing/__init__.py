@@ -1,4 +1,4 @@
-"""Parity of an NNX and a Linen module: parameter trees, outputs, gradients, and the first difference.
+"""Parity tests of an NNX and a Linen module: parameter trees, outputs, gradients, first difference.
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
@@ -58,23 +58,23 @@ def assert_module_parity(
 ) -> ParityReport:
     """Compare parameter trees, outputs and gradients, with the NNX module's parameters on both sides.
 
-    The gradients are of the output's product with fixed random numbers, with respect to all parameters
+    Gradients are computed for a fixed random projection of the output, with respect to all parameters
     and floating-point inputs.
 
     Args:
         mapping: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of the
             name and a function from the NNX array to the Linen array. A tuple of NNX parameters maps to
-            one Linen array, ``{("q/kernel", "k/kernel"): ("qk/kernel", lambda q, k: …)}``. A list of
-            Linen parameters are the parts of one NNX parameter. ``{layer}`` matches each number. For a
-            whole model, also a mapping of `nnxmoe.linen.from_linen` (``layers/{layer}/…``), whose
-            functions are inverted, or None for MaxText's names. See `nnxmoe.linen.propose_mapping`.
-        inputs: The positional arguments.
-        nnx_call, linen_call: ``(module, *inputs) -> output to compare``. Default: a plain call.
+            one Linen array, ``{("q/kernel", "k/kernel"): ("qk/kernel", lambda q, k: …)}``. An NNX
+            parameter maps to a list if Linen splits it. ``{layer}`` matches any number. A whole model
+            also accepts a mapping for `nnxmoe.linen.from_linen` (``layers/{layer}/…``), whose functions
+            are inverted, or None for MaxText's names. See `nnxmoe.linen.propose_mapping`.
+        inputs: Positional arguments of both modules.
+        nnx_call, linen_call: ``(module, *inputs) -> output to compare``. Defaults to calling the module.
 
     Raises:
-        AssertionError: With all differences of the trees, or the first layer that differs. If it can be
-            determined, also with two Linen parameters to exchange, or the differing step of an MoE block.
-        ValueError: If the modules cannot be compared, or called with these inputs.
+        AssertionError: With all differences of the trees, or the first submodule that differs. May also
+            name two exchanged Linen parameters, or the step of an MoE block that differs.
+        ValueError: If the modules cannot be compared, or cannot be called with these inputs.
     """
     tolerance = _check(nnx_module, linen_module, mapping, tolerance)
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
@@ -97,20 +97,23 @@ def assert_module_parity(
             grads = [sides.compute_gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
             gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
-        raise error.with_traceback(None) from None  # the report explains the error, its traceback does not
+        raise error.with_traceback(None) from None  # the message explains the error, the traceback does not
     except TypeError as error:
         if "argument: 'context'" not in str(error):
             raise
         example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.from_lengths(config.rope, batch, length))[0]"
-        raise ValueError(f"{error}, which says where the tokens stand: pass {example}") from None
+        raise ValueError(f"{error}, which has the positions of the tokens: pass {example}") from None
     return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)
 
 
 def _check(nnx_module: Any, linen_module: Any, mapping: Any, tolerance: Any) -> float:
-    for name, given, wanted in (("nnx_module", nnx_module, nnx.Module), ("linen_module", linen_module, nn.Module)):
-        if not isinstance(given, wanted):
-            base = wanted.__module__.partition(".")[2].partition(".")[0]
-            raise ValueError(f"{name} is a {type(given).__name__}: give an instance of {base}.Module")
+    for name, value, module_class in (
+        ("nnx_module", nnx_module, nnx.Module),
+        ("linen_module", linen_module, nn.Module),
+    ):
+        if not isinstance(value, module_class):
+            base = module_class.__module__.partition(".")[2].partition(".")[0]
+            raise ValueError(f"{name} is a {type(value).__name__}: pass an instance of {base}.Module")
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise ValueError(f"mapping is a {type(mapping).__name__}: give a dict of names, or None for MaxText's names")
+        raise ValueError(f"mapping is a {type(mapping).__name__}: pass a dict of names, or None for MaxText's names")
     return real_number("tolerance", tolerance, 0)

@@ -1,4 +1,4 @@
-"""Compare the values of both sides, and find the first place where they differ."""
+"""Compare the values of both modules, and locate the first difference."""
 
 import itertools
 from collections import defaultdict
@@ -17,7 +17,7 @@ Pair = tuple[Call, Call]
 
 
 class _Gap(NamedTuple):
-    """Largest difference of two arrays, relative to their largest value or 1. Infinite if one has a NaN."""
+    """Largest difference of two arrays, relative to their largest value (at least 1). Infinite if NaN occurs."""
 
     error: float
     at: tuple[int, ...]
@@ -37,20 +37,20 @@ def measure_gap(ours: Any, theirs: Any) -> _Gap:
         return _Gap(0.0, (), 0.0, 0.0)
     with np.errstate(invalid="ignore"):
         gaps = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)), nan=np.inf, posinf=np.inf)
-    at = tuple(map(int, np.unravel_index(gaps.argmax(), gaps.shape)))
+    index = tuple(map(int, np.unravel_index(gaps.argmax(), gaps.shape)))
     largest = max(float(np.abs(x).max(where=np.isfinite(x), initial=1.0)) for x in (a, b))
-    return _Gap(float(gaps[at]) / largest, at, float(a[at]), float(b[at]))
+    return _Gap(float(gaps[index]) / largest, index, float(a[index]), float(b[index]))
 
 
 def compare_outputs(
     title: str, ours: Any, theirs: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
 ) -> float:
-    """Return the largest difference of the outputs.
+    """Return the largest difference between the outputs.
 
-    Raises AssertionError with the first pair of submodules that differ.
+    Raises AssertionError with the first pair of submodules whose results differ.
     """
-    (a, form), (b, other) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
-    if form != other or [kind(leaf) for _, leaf in a] != [kind(leaf) for _, leaf in b]:
+    (a, tree), (b, their_tree) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
+    if tree != their_tree or [kind(leaf) for _, leaf in a] != [kind(leaf) for _, leaf in b]:
         lines = [
             f"{title} in the structure of their outputs:",
             f"NNX returns {_shown(ours, a)}",
@@ -59,16 +59,18 @@ def compare_outputs(
         ]
         raise AssertionError("\n  ".join(lines))
     if not any(leaf.size for _, leaf in a):
-        raise ValueError("the outputs hold no values to compare: give inputs that are not empty")
-    if odd := [kind(leaf) for _, leaf in a if jnp.iscomplexobj(leaf)]:
-        raise ValueError(f"the outputs have {odd[0]}: return real and imaginary parts apart (nnx_call, linen_call)")
+        raise ValueError("the outputs have no values to compare: pass inputs that are not empty")
+    if complex_leaves := [kind(leaf) for _, leaf in a if jnp.iscomplexobj(leaf)]:
+        raise ValueError(
+            f"the outputs have {complex_leaves[0]}: return real and imaginary parts separately (nnx_call, linen_call)"
+        )
     gaps = {jax.tree_util.keystr(path): measure_gap(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
     worst = max((gap.error for gap in gaps.values()), default=0.0)
     if not worst <= tolerance:
-        faults = [f"output{name} {gap}" for name, gap in gaps.items() if not gap.error <= tolerance]
+        differences = [f"output{name} {gap}" for name, gap in gaps.items() if not gap.error <= tolerance]
         lines = [
             f"{title} in their outputs (tolerance {tolerance:.1e}):",
-            *faults,
+            *differences,
             *_first_parting(pairs, rows, tolerance),
         ]
         raise AssertionError("\n  ".join(lines))
@@ -81,29 +83,33 @@ def _shown(output: Any, leaves: list[Any]) -> str:
 
 
 def _selection(ours: list[Any], theirs: list[Any]) -> str:
-    """Advise how to compare one output if one side returns one output and the other several."""
-    for call, many, one in (("nnx_call", ours, theirs), ("linen_call", theirs, ours)):
-        paths = [jax.tree_util.keystr(path) for path, leaf in many if len(one) == 1 and kind(leaf) == kind(one[0][1])]
+    """Suggest how to select an output if one side returns a single output and the other several."""
+    for call, several, single in (("nnx_call", ours, theirs), ("linen_call", theirs, ours)):
+        paths = [
+            jax.tree_util.keystr(path)
+            for path, leaf in several
+            if len(single) == 1 and kind(leaf) == kind(single[0][1])
+        ]
         if paths and paths[0]:
-            return f"select the one to compare with {call}=lambda m, *x: m(*x){paths[0]}"
-    return "select the ones to compare with nnx_call and linen_call"
+            return f"select the output to compare with {call}=lambda m, *x: m(*x){paths[0]}"
+    return "select the outputs to compare with nnx_call and linen_call"
 
 
 def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float) -> list[str]:
     """Describe the first pair of submodules whose results differ.
 
-    Lists the last pair that agrees, and whether the inputs agree. Skips intended differences, such as
-    MaxText's divided queries, unless there are no other differences. These are differences inside a
-    submodule that agrees, and differences of parameters that the mapping changes.
+    Also describes the last pair that agrees, and whether the inputs of the first differing pair agree.
+    Skips intended differences, such as MaxText's divided queries, unless there are no others. A
+    difference may be intended if an enclosing submodule agrees or if the mapping changes the parameters.
     """
     if not pairs:
-        return ["no submodules correspond: no two have the same parameters and return arrays of the same shape"]
+        return ["no submodules correspond: no pair has the same parameters and returns arrays of the same shape"]
     gaps = [measure_gap(a.returned, b.returned) for a, b in pairs]
     agree = [gap.error <= tolerance for gap in gaps]
     differing = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
     changed = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
-    sure = [i for i in differing if "/".join(map(str, pairs[i][0].path)) not in changed]
-    first = next(iter(sure or differing), len(pairs))
+    unexplained = [i for i in differing if "/".join(map(str, pairs[i][0].path)) not in changed]
+    first = next(iter(unexplained or differing), len(pairs))
     lines = [f"first difference, of {len(pairs)} calls of submodules in order of execution:"]
     for i in [i for i in range(first) if agree[i]][-1:] + [i for i in differing if i < first]:
         lines.append(f"  {'agree' if agree[i] else 'maybe'}  {' = '.join(map(str, pairs[i]))}  {gaps[i]}")
@@ -114,9 +120,9 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
     lines.append(f"  DIFFER {ours} = {theirs}  {gaps[first]}")
     if ours.given is not None and theirs.given is not None and ours.given.shape == theirs.given.shape:
         gap = measure_gap(ours.given, theirs.given).error
-        inside = f"  its inputs agree, {gap:.1e}: the cause is inside it"
-        before = f"  its inputs differ already, {gap:.1e}: the cause is before it, between the two"
-        lines.append(inside if gap <= tolerance else before)
+        inputs_agree = f"  its inputs agree, {gap:.1e}: the cause is inside it"
+        inputs_differ = f"  its inputs already differ, {gap:.1e}: the cause is before it, between the two"
+        lines.append(inputs_agree if gap <= tolerance else inputs_differ)
     return lines
 
 
@@ -125,15 +131,15 @@ def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
 
     For example, a factor may be applied elsewhere.
     """
-    path, around = pairs[i][0].path, {}
+    path, enclosing = pairs[i][0].path, {}
     for j in range(i + 1, len(pairs)):
         other = pairs[j][0].path
         if len(other) < len(path) and other == path[: len(other)]:
-            around.setdefault(other, agree[j])
-    return any(around.values())
+            enclosing.setdefault(other, agree[j])
+    return any(enclosing.values())
 
 
-# Which submodules correspond
+# Correspondence of submodules
 
 
 def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
@@ -142,11 +148,11 @@ def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) ->
     If one side has more such calls, for example in a wrapper around a layer, only the last and
     outermost call is paired.
     """
-    there = {name: list(row.parts) for name, row in rows.items()}
-    found = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, there))
+    linen_parts = {name: list(row.parts) for name, row in rows.items()}
+    calls_by_key = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, linen_parts))
     partner = {}
-    for key in found[0].keys() & found[1].keys():
-        calls, others = found[0][key], found[1][key]
+    for key in calls_by_key[0].keys() & calls_by_key[1].keys():
+        calls, others = calls_by_key[0][key], calls_by_key[1][key]
         if len(calls) != len(others):
             calls, others = calls[-1:], others[-1:]
         partner |= {id(call): other for call, other in zip(calls, others, strict=True)}
@@ -155,22 +161,24 @@ def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) ->
 
 def parts_of(rows: Mapping[str, Row]) -> dict[str, list[Part]]:
     """Map each NNX parameter to its parts: one part, or one per layer."""
-    here = defaultdict(dict)  # ordered, without duplicates: several rows may read a part
+    nnx_parts = defaultdict(dict)  # ordered, without duplicates: several rows may read a part
     for row in rows.values():
         for part in row.parts:
-            here[part[0]][part] = None
-    return {name: list(parts) for name, parts in here.items()}
+            nnx_parts[part[0]][part] = None
+    return {name: list(parts) for name, parts in nnx_parts.items()}
 
 
 def _by_parameters(calls: list[Call], parts: Mapping[str, list[Part]]) -> dict[Any, list[Call]]:
-    found = defaultdict(list)
+    calls_by_key = defaultdict(list)
     for call in calls:
-        under = [all_parts for name, all_parts in parts.items() if _is_in(name, call)]
-        if call.of > 1 and all(len(one) == call.of for one in under):  # each iteration of the scan is a layer
-            under = [[one[call.number]] for one in under]
-        if under:
-            found[frozenset(itertools.chain(*under)), call.returned.shape].append(call)
-    return found
+        inner_parts = [all_parts for name, all_parts in parts.items() if _is_in(name, call)]
+        if call.of > 1 and all(
+            len(parameter_parts) == call.of for parameter_parts in inner_parts
+        ):  # each iteration of the scan is a layer
+            inner_parts = [[parameter_parts[call.number]] for parameter_parts in inner_parts]
+        if inner_parts:
+            calls_by_key[frozenset(itertools.chain(*inner_parts)), call.returned.shape].append(call)
+    return calls_by_key
 
 
 def _is_in(name: str, call: Call) -> bool:
@@ -190,18 +198,18 @@ def compare_gradients(
     (by_params, by_inputs), (their_params, their_inputs) = grads
     gaps = {name: measure_gap(a, their_inputs[name]) for name, a in by_inputs.items()}
     for label, (name, i) in _in_order(rows, calls):
-        at = ... if i is None else i
+        index = ... if i is None else i
         if name in by_params:  # integer parameters have no gradient
-            gaps[label] = measure_gap(by_params[name][at], their_params[name][at])
+            gaps[label] = measure_gap(by_params[name][index], their_params[name][index])
     differing = [label for label, gap in gaps.items() if not gap.error <= tolerance]
     if differing:
         worst, last = max(gaps, key=lambda label: gaps[label].error), differing[-1]
-        behind = list(gaps)[list(gaps).index(last) + 1 :][:1]
+        previous = list(gaps)[list(gaps).index(last) + 1 :][:1]
         lines = [
             f"{title} in their gradients (tolerance {tolerance:.1e}); their outputs agree:",
             f"{len(differing)} of {len(gaps)} differ, the largest is {worst}  {gaps[worst]}",
             "first difference, going back from the output:",
-            *(f"  agree  {label}  {gaps[label]}" for label in behind),
+            *(f"  agree  {label}  {gaps[label]}" for label in previous),
             f"  DIFFER {last}  {gaps[last]}",
         ]
         raise AssertionError("\n  ".join(lines))
@@ -214,9 +222,11 @@ def _in_order(rows: Mapping[str, Row], calls: list[Call]) -> list[tuple[str, Par
     def place(part: Part) -> int:
         holders = [(i, call) for i, call in enumerate(calls) if _is_in(part[0], call)]
         depth = max((len(call.path) for _, call in holders), default=0)
-        own = (i for i, call in holders if len(call.path) == depth and (call.of == 1 or part[1] in (None, call.number)))
-        return next(own, len(calls))
+        positions = (
+            i for i, call in holders if len(call.path) == depth and (call.of == 1 or part[1] in (None, call.number))
+        )
+        return next(positions, len(calls))
 
     parts = parts_of(rows)
-    every = sorted(itertools.chain(*parts.values()), key=place)
-    return [(name if i is None else f"{name} [layer {i} of {len(parts[name])}]", (name, i)) for name, i in every]
+    ordered = sorted(itertools.chain(*parts.values()), key=place)
+    return [(name if i is None else f"{name} [layer {i} of {len(parts[name])}]", (name, i)) for name, i in ordered]

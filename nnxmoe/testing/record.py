@@ -1,4 +1,4 @@
-"""Record the results of NNX and Linen submodules in execution order, also under jit, scan and remat."""
+"""Record the results of NNX and Linen submodules in execution order, even under jit, scan and remat."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ class Call:
     """One call of a submodule.
 
     Attributes:
-        number: The layer, if a scan over layers calls the submodule.
+        number: Layer index if a scan over layers calls the submodule, else 0.
         of: Number of calls in the scan, else 1.
         given: First floating-point array of the arguments, if any.
         returned: First floating-point array of the result.
@@ -40,17 +40,17 @@ class Call:
 
 
 class Tape:
-    """Recorder of the calls of one run. Read `calls` after the run. Each run needs a new tape."""
+    """Recorder of the submodule calls of one run. Read `calls` after the run. Use a new tape per run."""
 
     def __init__(self) -> None:
         self._sites: list[tuple[Path, list[Values] | None]] = []  # in program order
 
     def attach(self, module: nnx.Module) -> None:
-        """Start recording this module's submodules and their copies."""
+        """Record the calls of this module's submodules and of their copies."""
         for path, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module) and callable(node):
                 object.__setattr__(node, "__class__", _taped(type(node)))
-                vars(node)["_take"] = functools.partial(self.take, path)  # copies of the module share it
+                vars(node)["_take"] = functools.partial(self.take, path)  # copies of the module share this method
 
     def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
         """Record Linen's calls, as an interceptor for ``nn.intercept_methods``."""
@@ -58,48 +58,51 @@ class Tape:
         return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
 
     def take(self, path: Path, given: Any, returned: Any) -> Any:
-        """Return ``returned``, and record a copy each time the compiled program executes this call.
+        """Return ``returned``, and record it each time the compiled program executes this call.
 
-        The value passes through a host callback, since Linen's scan rejects debugging callbacks without
-        used results.
+        The value passes through a host callback, since Linen's scan rejects debug callbacks whose results
+        are unused.
         """
         leaves, tree = jax.tree.flatten(returned)
-        at = next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
+        index = next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
         values: list[Values] = []
-        self._sites.append((path, None if at is None else values))
-        if at is None:
+        self._sites.append((path, None if index is None else values))
+        if index is None:
             return returned
 
-        def keep(given: Any, returned: Any) -> np.ndarray:
+        def record(given: Any, returned: Any) -> np.ndarray:
             values.append((None if given is None else np.array(given), np.array(returned)))
             return values[-1][1]
 
-        shape = jax.ShapeDtypeStruct(leaves[at].shape, leaves[at].dtype)
-        first = next(filter(is_floating, jax.tree.leaves(given)), None)
-        leaves[at] = jax.pure_callback(keep, shape, first, leaves[at], vmap_method="sequential")
+        shape = jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype)
+        first_input = next(filter(is_floating, jax.tree.leaves(given)), None)
+        leaves[index] = jax.pure_callback(record, shape, first_input, leaves[index], vmap_method="sequential")
         return jax.tree.unflatten(tree, leaves)
 
     def calls(self) -> list[Call]:
-        """Return the calls in execution order. All calls inside a scan execute equally often, in turn."""
-        # An empty list belongs to a call that was traced and never executed.
-        met = [(path, values or []) for path, values in self._sites if values != []]
-        found = []
-        for count, sites in itertools.groupby(met, key=lambda site: len(site[1])):
+        """Return the calls in execution order. The calls inside a scan alternate, with equal counts."""
+        # An empty list belongs to a call that was traced but never executed.
+        executed = [(path, values or []) for path, values in self._sites if values != []]
+        calls = []
+        for count, sites in itertools.groupby(executed, key=lambda site: len(site[1])):
             sites = list(sites)
-            found += [Call(path, i, count, *values[i]) for i in range(count) for path, values in sites]
-        return found
+            calls += [Call(path, i, count, *values[i]) for i in range(count) for path, values in sites]
+        return calls
 
 
 @functools.cache
-def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
+def _taped(module_class: type[nnx.Module]) -> type[nnx.Module]:
     """Create a subclass that records its calls."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        out = module_class.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return self._take((args, kwargs), out)
 
     return types.new_class(
-        kind.__name__, (kind,), {}, lambda body: body.update(__call__=call, __module__=kind.__module__)
+        module_class.__name__,
+        (module_class,),
+        {},
+        lambda body: body.update(__call__=call, __module__=module_class.__module__),
     )
 
 

@@ -19,7 +19,7 @@ from nnxmoe.testing.record import Call, Tape, is_floating
 
 
 class Arguments:
-    """Inputs of both modules. Floating-point arrays are differentiated. Everything else is constant."""
+    """Inputs of both modules. Floating-point arrays are differentiated. All other inputs are constants."""
 
     def __init__(self, inputs: Sequence[Any]):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(tuple(inputs))
@@ -27,7 +27,7 @@ class Arguments:
         self._leaves = {f"input {jax.tree_util.keystr(path)}": leaf for path, leaf in arrays}
         for name, leaf in self._leaves.items():
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise ValueError(f"{name} has a shape but no values: give an array")
+                raise ValueError(f"{name} has a shape but no values: pass an array")
         self.floats = {name: leaf for name, leaf in self._leaves.items() if is_floating(leaf)}
 
     def with_floats(self, floats: Arrays) -> tuple[Any, ...]:
@@ -36,9 +36,9 @@ class Arguments:
 
 
 class NNXSide:
-    """The NNX module. Random number state does not count as parameters.
+    """NNX module as a function of its parameters, without random state.
 
-    Parameters of nnxmoe's kernels are in Flax's order of dimensions, ``[*ins, *outs]``.
+    Kernels of nnxmoe are in Flax's dimension order, ``[*ins, *outs]``.
     """
 
     def __init__(self, module: nnx.Module, call: Callable[..., Any]):
@@ -69,7 +69,7 @@ class NNXSide:
 
 
 class LinenSide:
-    """The Linen module. ``rows`` compute its parameters, by Linen's names, from the NNX parameters."""
+    """Linen module as a function of the NNX parameters. ``rows`` computes each Linen parameter from these."""
 
     rows: dict[str, Row]
 
@@ -77,10 +77,10 @@ class LinenSide:
         self.module, self.call = module, call
         inputs = arguments.with_floats(arguments.floats)
         variables = jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs, method=call))
-        if others := sorted(variables.keys() - {"params"}):
+        if collections := sorted(variables.keys() - {"params"}):
             raise ValueError(
-                f"the Linen module has variables in {', '.join(others)}, but only parameters can be compared; give a "
-                "linen_call that creates no others (inference, no cache)"
+                f"the Linen module has variables in {', '.join(collections)}, but only parameters can be compared: "
+                "pass a linen_call that creates no other variables (inference, no cache)"
             )
         self.shapes: Arrays = flatten_dict(meta.unbox(variables.get("params", {})), sep="/")
 

@@ -233,12 +233,12 @@ def test_rows_of_several_arrays() -> None:
     }
     assert testing.assert_module_parity(mlp(), FusedMLP(), fused, (x,)).parameters == 3
     text = difference(testing.assert_module_parity, mlp(), FusedMLP(True), fused, (x,))
-    assert "its inputs differ already" in text and "out" in text  # gate and up have no single counterpart
+    assert "its inputs already differ" in text and "out" in text  # gate and up have no single counterpart
     text = difference(testing.assert_module_parity, mlp(), FusedMLP(), fused | {"gate/kernel": "gate_up/kernel"}, (x,))
     assert "gate/kernel -> gate_up/kernel: already mapped from gate/kernel + up/kernel" in text
     plain = {("gate/kernel", "up/kernel"): "gate_up/kernel", "down/kernel": "out/kernel"}
     text = difference(testing.assert_module_parity, mlp(), FusedMLP(), plain, (x,))
-    assert "gate/kernel + up/kernel -> gate_up/kernel: give a pair of the name and a function of 2 arrays" in text
+    assert "gate/kernel + up/kernel -> gate_up/kernel: pass a pair of the name and a function of 2 arrays" in text
 
     class Halves(nn.Module):
         @nn.compact
@@ -283,7 +283,7 @@ def test_one_mapping_for_from_linen_and_the_kit() -> None:
     call: Any = {"nnx_call": lambda m, t: m(t).logits}
     turned = mapping | {"layers/{layer}/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :20])}
     text = difference(testing.assert_module_parity, model, module, turned, TOKENS, **call)
-    assert "layers/*/mlp/gate/kernel: its function of decoder/layers_*/mlp/wi/kernel cannot be undone" in text
+    assert "layers/*/mlp/gate/kernel: its function of decoder/layers_*/mlp/wi/kernel cannot be inverted" in text
     short = mapping | {"layers/1/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :3])}
     text = difference(testing.assert_module_parity, model, module, short, TOKENS, **call)
     assert "layers/1/mlp/up/kernel is [12, 20], decoder/layers_1/mlp/wi/kernel give [12, 3]" in text
@@ -433,18 +433,18 @@ def test_every_fault_of_linen_parameters_is_listed() -> None:
     del tree["block_2"]["fc2"]
     mapping = rows_of(False, False) | {"blocks/{layer}/gate": "block_{layer}/gate"}
     del mapping["blocks/{layer}/up/bias"]
-    with pytest.raises(ValueError, match="does not take this Linen tree to Blocks") as caught:
+    with pytest.raises(ValueError, match="does not convert this Linen tree to Blocks") as caught:
         testing.load_linen(module, variables, mapping)
     for fault in (
         "blocks/0/up/bias [20] has no row in the mapping",
         "blocks/2/down/kernel: the tree has no block_2/fc2/kernel",
-        "blocks/{layer}/gate of the mapping is no parameter of this model",
+        "blocks/{layer}/gate of the mapping is not a parameter of this model",
         "block_2/extra [3] of the tree is in no row",
     ):
         assert fault in str(caught.value).replace("*", "0"), fault
     tree["block_2"]["fc2"] = {"kernel": tree["block_0"]["fc2"]["kernel"]}
     mapping = rows_of(False, False) | {"blocks/2/up/bias": ("block_2/extra", lambda a: jnp.resize(a, (20,)))}
-    with pytest.raises(ValueError, match="does not take this Linen tree to Blocks") as caught:
+    with pytest.raises(ValueError, match="does not convert this Linen tree to Blocks") as caught:
         testing.load_linen(module, variables, mapping)
     for fault in (
         "blocks/0/up/kernel is [12, 20], block_0/fc1/kernel give [20, 12]",
@@ -459,7 +459,7 @@ def test_every_fault_of_linen_parameters_is_listed() -> None:
         testing.load_linen(Blocks(True), {name: tree[name] for name in ("block_0", "block_1")}, rows_of(True, False))
     with pytest.raises(ValueError, match="has a shape but no values"):
         testing.load_linen(module, jax.eval_shape(lambda: drawn(False)), rows_of(False, False))
-    with pytest.raises(ValueError, match=r"module is a Llama: .*linen\.from_linen makes nnxmoe's models"):
+    with pytest.raises(ValueError, match=r"module is a Llama: .*for nnxmoe's models, use linen\.from_linen"):
         testing.load_linen(llama(1), variables, {})
     assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.state(module, nnx.Param)))
 
@@ -503,7 +503,7 @@ def test_mixtral_pass_and_routing_fault(scan: bool) -> None:
     [
         ("routing", [r"expert outputs equal", r"routing equal", r"weights differ: token \d+ has .* \(sum 1\) in NNX"]),
         ("choice", [r"expert outputs equal", r"routing differs in \d+ of 14 tokens: token \d+ has the experts \["]),
-        ("activation", [r"expert outputs differ .*: Linen's output is no weighted sum of NNX's"]),
+        ("activation", [r"expert outputs differ .*: Linen's output is not a weighted sum of NNX's"]),
     ],
 )
 def test_differing_step_of_a_moe_block_is_named(fault: str, lines: list[str]) -> None:
@@ -858,7 +858,7 @@ def test_different_output_structures_and_dtypes() -> None:
         "differ in the structure of their outputs" in text
         and "NNX returns Output of float32[2, 7, 29]\n  Linen returns float32[2, 7, 29]\n" in text
     )
-    assert "select the one to compare with nnx_call=lambda m, *x: m(*x).logits" in text
+    assert "select the output to compare with nnx_call=lambda m, *x: m(*x).logits" in text
     half: dict[str, Any] = {"linen_call": lambda m, x: m(x).astype(jnp.bfloat16)}
     text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, **half)
     assert "Linen returns bfloat16[2, 7, 12]" in text
@@ -884,13 +884,16 @@ def test_unsupported_comparisons() -> None:
 def test_arguments_that_cannot_be_compared() -> None:
     scale = {"scale": "scale"}
     for arguments, message in (
-        ((Norm(), norm(), scale, X), "nnx_module is a Norm: give an instance of nnx.Module"),
-        ((norm(), Norm, scale, X), "linen_module is a type: give an instance of linen.Module"),
-        ((norm(), Norm(), [("scale", "scale")], X), "mapping is a list: give a dict of names"),
-        ((norm(), Norm(), {"scale": 3}, X), "the mapping has scale: 3: give a name of theirs, or a pair"),
-        ((norm(), Norm(), {"scale": ("scale", None)}, X), "the mapping has scale: .* a pair of that and a function"),
+        ((Norm(), norm(), scale, X), "nnx_module is a Norm: pass an instance of nnx.Module"),
+        ((norm(), Norm, scale, X), "linen_module is a type: pass an instance of linen.Module"),
+        ((norm(), Norm(), [("scale", "scale")], X), "mapping is a list: pass a dict of names"),
+        ((norm(), Norm(), {"scale": 3}, X), "the mapping has scale: 3: pass a Linen name, or a pair"),
+        (
+            (norm(), Norm(), {"scale": ("scale", None)}, X),
+            "the mapping has scale: .* a pair of a Linen name and a function",
+        ),
         ((norm(), Norm(), scale, jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)), "has a shape but no values"),
-        ((norm(), Norm(), scale, X[:0]), "the outputs hold no values to compare"),
+        ((norm(), Norm(), scale, X[:0]), "the outputs have no values to compare"),
     ):
         with pytest.raises(ValueError, match=message):
             testing.assert_module_parity(*arguments)
@@ -910,7 +913,7 @@ def test_outputs_without_gradients() -> None:
     with pytest.raises(AssertionError, match="differ in their outputs"):
         testing.assert_module_parity(norm(), Norm(), {"scale": "scale"}, X, **choose)
     turned: dict[str, Any] = {"nnx_call": lambda m, x: m(x) * 1j, "linen_call": lambda m, x: m(x) * 2j}
-    with pytest.raises(ValueError, match=r"outputs have complex64.* real and imaginary parts apart"):
+    with pytest.raises(ValueError, match=r"outputs have complex64.* real and imaginary parts separately"):
         testing.assert_module_parity(norm(), Norm(), {"scale": "scale"}, X, **turned)
 
 
