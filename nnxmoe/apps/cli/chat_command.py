@@ -81,7 +81,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
     max_new_tokens = min(remaining_positions, options.max_new_tokens)
     seed = options.seed + len(messages)  # a different seed per turn
     stream = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    text, speed, interrupted = "", Speed(), False
+    text, speed, is_interrupted = "", Speed(), False
     try:
         for piece in stream:
             piece = piece if text else piece.lstrip()  # SentencePiece answers start with a space
@@ -91,9 +91,9 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
     except KeyboardInterrupt:
         if not sys.stdin.isatty():  # without a terminal, Ctrl-C ends the command
             raise
-        interrupted = True
+        is_interrupted = True
     print()
-    if interrupted:
+    if is_interrupted:
         ending = "stopped, "
     elif stream.finish == "stop":
         ending = ""

@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> None:
     if not lines or not lines[0].prompt:
         raise ValueError(f"{options.prompts} contains no prompts" if options.prompts else "the prompt is empty")
     model, tokenizer = loading.load(options)
-    recommended = effective_fields(model.generation_config)[0]
-    if sampling == GREEDY and recommended:
-        fields = listed(recommended)
+    recommended_fields = effective_fields(model.generation_config)[0]
+    if sampling == GREEDY and recommended_fields:
+        fields = listed(recommended_fields)
         say("generation_config.json recommends %s: chat and serve apply it, generate uses only its options", fields)
     if options.prompts is not None or options.samples > 1 or options.logprobs is not None:
         for line in json_lines(model, tokenizer, lines, sampling, options):

@@ -95,8 +95,8 @@ def _print_sizes(summary: "Summary", batch: int, context: int, step_bytes: float
     from nnxmoe.apps.planning.published import Efficiency
     from nnxmoe.runtime.hardware import TABLE
 
-    computed = f"and {count_text(2 * summary.active)} floating-point operations are computed"
-    print(f"per token   {bytes_text(summary.active_bytes)} of weights are read at batch 1, {computed}")
+    operations = f"and {count_text(2 * summary.active)} floating-point operations are computed"
+    print(f"per token   {bytes_text(summary.active_bytes)} of weights are read at batch 1, {operations}")
     buffers = batch * context * summary.buffer_token
     needed_bytes = summary.needed(batch, context) + buffers
     sizes = {f"{gib} GiB": gib * 2**30 for gib in (16, 24, 48)}

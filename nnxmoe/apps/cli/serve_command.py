@@ -65,18 +65,18 @@ def run(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port}: use a port from 0 to 65535")
     name = options.name or model_id(options.model)
-    local = options.host in {"localhost", "127.0.0.1", "::1"}
+    is_local = options.host in {"localhost", "127.0.0.1", "::1"}
     settings = ServerSettings(
         name=name,
         key=os.environ.get(KEY, "").strip() or None,
-        hosts=server.LOOPBACK if local else None,
+        hosts=server.LOOPBACK if is_local else None,
         queue=options.queue,
         seconds=options.seconds,
         body=options.max_body,
         drain=options.drain,
         access_log=options.access_log,
     )
-    if not local and settings.key is None:
+    if not is_local and settings.key is None:
         logger.warning("anyone who can reach %s can use this server: set %s to require a key", options.host, KEY)
     model, tokenizer = loading.load(options)
     engine = server.serving_engine(

@@ -71,10 +71,10 @@ def _checked(
     Raises CheckpointError if the quantization is not supported.
     """
     config = _config(fields, source)
-    tied = config.tie_word_embeddings and not untied(config, tensors)
+    is_tied = config.tie_word_embeddings and not untied(config, tensors)
     table = family_of(config).hf_names(config)
     arrays = split_tensors(table, tensor_arrays(dict(tensors), fields, source, checkpoint))
-    return dataclasses.replace(config, tie_word_embeddings=tied), arrays
+    return dataclasses.replace(config, tie_word_embeddings=is_tied), arrays
 
 
 def _config(fields: Mapping[str, Any], source: str) -> DecoderConfig:

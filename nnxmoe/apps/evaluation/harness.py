@@ -44,8 +44,8 @@ class HarnessLM(TemplateLM):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self._slots, self._seed = whole_number("slots", slots, 1), whole_number("seed", seed, -(2**63))
-        longest = model.config.max_position_embeddings if max_length is None else max_length
-        self.max_length = whole_number("max_length", longest, 1)
+        length = model.config.max_position_embeddings if max_length is None else max_length
+        self.max_length = whole_number("max_length", length, 1)
 
     @property
     def eot_token_id(self) -> int:

@@ -62,17 +62,17 @@ class Bytes:
 def bytes_of(step: PlannedStep) -> Bytes:
     """Compute the bytes of a step on one device."""
     work, rows = step.work, step.rows
-    trained = sum(step.held(param) for param in step.parts if param.trained)
-    frozen = sum(step.held(param) * param.itemsize for param in step.parts if not param.trained)
-    stored = int(sum(step.held(param) * param.stored for param in step.parts if param.trained))
+    num_trained = sum(step.held(param) for param in step.parts if param.trained)
+    frozen_bytes = sum(step.held(param) * param.itemsize for param in step.parts if not param.trained)
+    stored_bytes = int(sum(step.held(param) * param.stored for param in step.parts if param.trained))
     if not work.train:  # estimate: float32 logits, and the scores of one layer
         scores = rows * (step.config.vocab_size + step.config.num_attention_heads * work.seq) * 4
-        return Bytes(stored + frozen, 0, 0, _cache_bytes(step), rows * 4, scores)
-    state = (adapters(step) if work.lora else trained) * STATE
-    frozen += stored if work.lora else 0
+        return Bytes(stored_bytes + frozen_bytes, 0, 0, _cache_bytes(step), rows * 4, scores)
+    state = (adapters(step) if work.lora else num_trained) * STATE
+    frozen_bytes += stored_bytes if work.lora else 0
     tokens = rows * step.tokens_per_row * 4
     # 16 bytes: the step number, the optimizer's step number and a random key of two words.
-    return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, _temporary(step))
+    return Bytes(state + frozen_bytes, 2 * state, state, 0, tokens + 16, _temporary(step))
 
 
 def bytes_read(step: PlannedStep) -> float:
@@ -86,9 +86,9 @@ def bytes_read(step: PlannedStep) -> float:
         if param.is_table and param.role != "head":
             continue  # only one row per token is read
         rows = step.rows * (step.mesh.shape["expert"] if "expert" in param.axes else 1)
-        used = 1 - (1 - config.experts_per_token / param.experts) ** rows if param.experts else 1.0
+        read_fraction = 1 - (1 - config.experts_per_token / param.experts) ** rows if param.experts else 1.0
         numbers = step.gathered(param) * max(1, param.layers)
-        total += numbers * (param.stored if param.trained else param.itemsize) * used
+        total += numbers * (param.stored if param.trained else param.itemsize) * read_fraction
     return total
 
 
@@ -149,13 +149,13 @@ def _temporary(step: PlannedStep) -> int:
         layer += 3 * rows * work.seq * step.keys_per_token // config.num_hidden_layers
     head = config.vocab_size * config.hidden_size // tensor * (VALUES + (0 if work.lora else STATE))
     logits = min(ChunkedLoss().logits, tokens * config.vocab_size // tensor) * _LOGITS
-    trained = [param for param in step.parts if param.trained]
+    trained_params = [param for param in step.parts if param.trained]
     # The accumulated gradients exist in addition to the gradients of the current part or turn.
-    accumulated_params = [param for param in trained if not work.lora and (work.accumulate > 1 or param.staged)]
+    accumulated_params = [param for param in trained_params if not work.lora and (work.accumulate > 1 or param.staged)]
     slots += sum(map(step.held, accumulated_params)) * STATE
     if has_exchange:
         return int(inputs + layer + head + logits + slots)
-    return int(inputs + max(layer, head + logits) + sum(map(step.held, trained)) * VALUES + slots)
+    return int(inputs + max(layer, head + logits) + sum(map(step.held, trained_params)) * VALUES + slots)
 
 
 class _LayerRun(NamedTuple):

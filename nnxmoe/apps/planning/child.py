@@ -154,14 +154,14 @@ def program(job: CompileJob) -> Program:
     traced_step = traced(job, mesh)
     operations, start = counted(traced_step.jaxpr.jaxpr), time.perf_counter()
     with jax.default_device(mesh.devices.flat[0]):  # as in `traced`
-        compiled = traced_step.lower().compile()
-    memory: Any = compiled.memory_analysis()
+        executable = traced_step.lower().compile()
+    memory: Any = executable.memory_analysis()
     return Program(
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
-        tuple(collectives(compiled.as_text(), job.mesh, job.work.across)),
+        tuple(collectives(executable.as_text(), job.mesh, job.work.across)),
         operations,
         time.perf_counter() - start,
     )

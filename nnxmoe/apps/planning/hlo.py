@@ -63,8 +63,8 @@ def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -
             if " while(" in line:
                 trips = _trips(line, bodies)
                 inner_times, is_counted = times * (1 if trips is None else trips), counted and trips is not None
-            for called in _called(line):
-                walk(called, inner_times, is_counted)
+            for computation in _called(line):
+                walk(computation, inner_times, is_counted)
 
     walk(entry, 1, True)
     return [Collective(kind, axes, size, times, is_counted) for (kind, axes, size, is_counted), times in counts.items()]

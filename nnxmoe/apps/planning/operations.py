@@ -111,9 +111,9 @@ def _products(equation: Any) -> float:
     left, right = (variable.aval for variable in equation.invars[:2])
     dims = equation.params.get("dimension_numbers") or equation.params["ragged_dot_dimension_numbers"]
     dims = getattr(dims, "dot_dimension_numbers", dims)
-    (contracted, _), _ = dims
+    (contracted_axes, _), _ = dims
     is_ragged = equation.primitive.name != "dot_general"
     is_kernel_gradient = is_ragged and len(equation.outvars[0].aval.shape) == 3  # gradient of kernels [E, I, O]
     if is_kernel_gradient:  # every row is in exactly one group
         return 2.0 * math.prod(left.shape) * right.shape[-1]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[dim] for dim in contracted)
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[dim] for dim in contracted_axes)

@@ -221,13 +221,13 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
         buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
         return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
-    sizes, unlimited = Counter[int | None](), 2**30
+    sizes, max_capacity = Counter[int | None](), 2**30
     for stack in model.stacks:
         assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
         for layer in stack.layers:
             if token := size(layer.attention, 1):
-                slots = size(layer.attention, unlimited) // token
-                sizes[None if slots == unlimited else slots] += token
+                slots = size(layer.attention, max_capacity) // token
+                sizes[None if slots == max_capacity else slots] += token
     return dict(sizes)
 
 

@@ -137,14 +137,14 @@ def _physical_axes(device: Hardware, sizes: Mapping[str, int]) -> dict[str, list
             axis: [(size, rings.get(size, False)) for size in group]
             for axis, group in zip(axis_sizes, groups, strict=True)
         }
-    assigned = dict[str, list[tuple[int, bool]]]()
+    axis_links = dict[str, list[tuple[int, bool]]]()
     for axis, size in axis_sizes.items():
-        assigned[axis] = []
+        axis_links[axis] = []
         for i in sorted(range(len(physical)), key=lambda i: -physical[i]):
             if (part := math.gcd(size, physical[i])) > 1:
-                assigned[axis].append((part, part == physical[i] and rings.get(part, False)))
+                axis_links[axis].append((part, part == physical[i] and rings.get(part, False)))
                 size, physical[i] = size // part, physical[i] // part
-    return assigned
+    return axis_links
 
 
 def _balanced(count: int, dimensions: int) -> list[int]:

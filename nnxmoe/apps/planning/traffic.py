@@ -94,10 +94,12 @@ def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
         return
     if is_gathered:
         sums.add("reduce-scatter", axes, param.role, size * STATE * fraction, times)
-    replicated = tuple(axis for axis in token_axes if axis not in param.axes)
-    if replicated:
+    replicated_axes = tuple(axis for axis in token_axes if axis not in param.axes)
+    if replicated_axes:
         shard = size / shard_count(mesh, axes) * STATE
-        sums.add("all-reduce", replicated, param.role, 2 * shard * (1 - 1 / shard_count(mesh, replicated)), times)
+        sums.add(
+            "all-reduce", replicated_axes, param.role, 2 * shard * (1 - 1 / shard_count(mesh, replicated_axes)), times
+        )
 
 
 def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str, ...], sums: _Sums) -> None:

@@ -71,8 +71,12 @@ def is_text(schema: Mapping[str, Any]) -> bool:
 def _types(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> set[str]:
     """Return the JSON types that a schema allows, or an empty set if the schema does not restrict the type."""
     schema = resolved(schema, root)
-    declared = schema.get("type")
-    types = {item for item in ([declared] if isinstance(declared, str) else _list(declared)) if isinstance(item, str)}
+    declared_types = schema.get("type")
+    types = {
+        item
+        for item in ([declared_types] if isinstance(declared_types, str) else _list(declared_types))
+        if isinstance(item, str)
+    }
     types |= {_TYPES[type(item)][0] for item in listed(schema)} if not types else set()
     alternatives = [item for name in ("anyOf", "oneOf", "allOf") for item in _list(schema.get(name))] if depth else []
     return types.union(*(_types(item, root, depth - 1) for item in alternatives))

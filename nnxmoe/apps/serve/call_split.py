@@ -127,10 +127,10 @@ class CallSplit:
                 )
             case "arguments":
                 result = self._arguments.take(self._buffer, final, cut)
-                changed = result.done or result.rest != self._buffer
+                has_progress = result.done or result.rest != self._buffer
                 self._buffer, self._state = result.rest, "calls" if result.done else "arguments"
                 calls = [CallPiece(self.count - 1, result.arguments)] if result.arguments else []
-                return AnswerPart(content=result.said, calls=calls) if changed else None
+                return AnswerPart(content=result.said, calls=calls) if has_progress else None
 
     def _text(self) -> AnswerPart | None:
         text, marks = self._buffer, self._format.marks

@@ -71,8 +71,8 @@ class Metrics:
         add_metric("requests_total", "counter", counts)
         for name, value in self.counters.items():
             add_metric(name, "counter", [f"nnxmoe_{name} {value}"])
-        for name, read in self._gauges.items():
-            add_metric(name, "gauge", [f"nnxmoe_{name} {read()}"])
+        for name, get_value in self._gauges.items():
+            add_metric(name, "gauge", [f"nnxmoe_{name} {get_value()}"])
         for name, histogram in (("first_token_seconds", self.first_token), ("request_seconds", self.seconds)):
             add_metric(name, "histogram", histogram.lines(f"nnxmoe_{name}"))
         return "\n".join([*lines, ""])

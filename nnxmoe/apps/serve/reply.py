@@ -82,21 +82,21 @@ class Reply(Response):
         if response in done:
             try:
                 response.result()
-            except Refused as refused:
-                await self._fail(send, refused)
+            except Refused as rejection:
+                await self._fail(send, rejection)
         elif disconnect in done:
             self._service.metrics.counters["cancelled_total"] += 1
         else:
             reason = f"the request took longer than {self._service.settings.seconds:g} s: request fewer tokens"
             await self._fail(send, Refused(504, reason))
 
-    async def _fail(self, send: Send, refused: Refused) -> None:
+    async def _fail(self, send: Send, rejection: Refused) -> None:
         """Raise the error, or send the error as the last event if the response has started."""
         if not self._started:
-            raise refused
+            raise rejection
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
-                await send({"type": "http.response.body", "body": _event(refused.body()), "more_body": False})
+                await send({"type": "http.response.body", "body": _event(rejection.body()), "more_body": False})
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -144,10 +144,10 @@ class Reply(Response):
         """Yield the new pieces per sample, as fast as the client reads, until all samples are done."""
         metrics = self._service.metrics
         while not all(sample.finish for sample in self._samples):
-            news, pending = dict[int, Sample](), [await self._queue.get()]
+            news, events = dict[int, Sample](), [await self._queue.get()]
             while not self._queue.empty():
-                pending.append(self._queue.get_nowait())
-            for index, piece in pending:
+                events.append(self._queue.get_nowait())
+            for index, piece in events:
                 if isinstance(piece, Refused):
                     raise piece
                 if isinstance(piece, BaseException):
