@@ -119,8 +119,8 @@ def _temporary(step: PlannedStep) -> int:
 
     The estimate includes the inputs of all layers, the gathered kernels and activations of one layer with
     their gradients, the head, and one chunk of logits. Without an expert exchange, the head, the attention
-    and the feed-forward of a layer are live at different times, so only the largest of them counts. Copies
-    of the parameters in the dtype of activations are added.
+    and the feed-forward of a layer are live at different times, so only the largest of them counts. In this
+    case, copies of the parameters in the dtype of activations are added.
     """
     from nnxmoe.train.loop.loss import ChunkedLoss  # imported lazily because training imports Orbax
 

@@ -200,7 +200,7 @@ def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | 
 
 
 def rows_per_device(batch: int, mesh: AnyMesh) -> int:
-    """Return the rows of a batch on each device. Raises ValueError if the batch is not divisible."""
+    """Return the number of rows per device. Raises ValueError if the batch is not divisible."""
     batch_axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     num_shards = shard_count(mesh, batch_axes)
     if batch % num_shards:
