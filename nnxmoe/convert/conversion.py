@@ -38,7 +38,7 @@ from nnxmoe.models import near_presets, preset
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
 
-_PROMPT = 8  # number of tokens in the prompt for the comparison of logits
+_PROMPT = 8  # length in tokens of the prompt whose logits are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
 
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
-    """Read a MaxText checkpoint without the copies of `maxtext.BIASES`."""
+    """Read a MaxText checkpoint without the copied router biases (`maxtext.BIASES`)."""
     return contextlib.nullcontext({name: a for name, a in maxtext.read(folder).items() if maxtext.BIASES not in name})
 
 
@@ -95,7 +95,7 @@ FORMATS = {
 
 
 def detect_format(path_or_hub_id: str) -> str:
-    """Return the key in `FORMATS` of a folder's format, ``hf`` for a hub id. Raises CheckpointError if unknown."""
+    """Return the format of a folder or hub id, a key of `FORMATS`. Raises CheckpointError if it is unknown."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or is_gguf(folder) or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"

@@ -30,7 +30,7 @@ QUERY = "layer.attention.q."
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model, or the slice of it for one layer or expert.
+    """Parameter of a model, or the parameter's slice for one layer or expert.
 
     Attributes:
         path: Path in the model's state.

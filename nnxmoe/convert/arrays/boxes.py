@@ -19,7 +19,7 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+    """Return the intersection of two boxes. `None` if it is empty."""
     intersection = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return intersection if all(extent.start < extent.stop for extent in intersection) else None
 
@@ -63,9 +63,9 @@ def matching_dimensions(shape: tuple[int, ...], other_shape: tuple[int, ...]) ->
 
 
 def reshape_box(box: Box, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Box:
-    """Return the box with the same values after `numpy.reshape` from ``shape`` to ``other``.
+    """Return the box with the same values after `numpy.reshape` from ``shape`` to ``new_shape``.
 
-    Raises ValueError if the values do not form a box in ``other``.
+    Raises ValueError if the values do not form a box in ``new_shape``.
     """
     reshaped: Box = ()
     for dimensions, other_dimensions in matching_dimensions(shape, new_shape):

@@ -17,7 +17,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     """Convert a dtype argument to a NumPy dtype.
 
     Args:
-        dtype: Dtype of NumPy, JAX or torch, a name such as "bf16", or None or "auto".
+        dtype: NumPy, JAX or torch dtype, a name such as "bf16", None or "auto".
 
     Returns:
         float32, bfloat16 or float16. `None` for None and "auto".

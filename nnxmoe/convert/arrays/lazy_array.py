@@ -20,7 +20,7 @@ Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 @dataclass(frozen=True)
 class LazyArray:
-    """Shape and dtype of an array, with a function that reads boxes of the array.
+    """Array with a shape and a dtype, and with a function that reads its values one box at a time.
 
     Attributes:
         shape: Shape of the whole array.

@@ -71,7 +71,7 @@ def _stack_index(layout: ArrayLayout, part: Parameter) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _ModelArray:
-    """Reader of a layout's array from parameters.
+    """Array of a layout, assembled from parameters when it is read.
 
     If ``is_collective``, no single process has the whole tensor. All processes must then read it at the same time.
     """
@@ -118,8 +118,8 @@ class _ModelArray:
 def _fetch(value: AnyArray, index: tuple[int, ...], is_only_read: bool, is_collective: bool) -> np.ndarray:
     """Return ``value[index]`` on the host. Collective if ``is_collective`` and the value spans hosts.
 
-    If ``is_only_read``, copies only this slice from the device, because no other slice will be read. Otherwise copies
-    the whole value to the host, where JAX caches it for further reads.
+    If ``is_only_read``, copy only this slice from the device, because no other slice will be read. Otherwise copy the
+    whole value to the host, where JAX caches it for further reads.
     """
     if spans_hosts(value):
         return gather(value, index) if is_collective else local_value(value, index)

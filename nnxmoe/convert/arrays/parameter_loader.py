@@ -31,13 +31,13 @@ from nnxmoe.convert.files.host_memory import (
 AHEAD_BYTES = 128 << 20  # limit on the total size of parameters that are read but not yet on devices
 
 
-Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
-Buffers = dict[Ranges, np.ndarray]  # a parameter's shards on this process's devices
-BoxView = tuple[Box, np.ndarray]  # a box of an array, and the part of a buffer that receives its values
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension.
+Buffers = dict[Ranges, np.ndarray]  # A parameter's shards on this process's devices.
+BoxView = tuple[Box, np.ndarray]  # Box of an array, and the part of a buffer that receives the box's values.
 
 
 class LoadTarget(NamedTuple):
-    """A parameter to load, with its dtype and sharding after loading."""
+    """Parameter to load, with its dtype and sharding after loading."""
 
     parameter: Parameter
     dtype: np.dtype

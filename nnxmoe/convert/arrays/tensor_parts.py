@@ -21,7 +21,7 @@ _OF_EXPERT = re.compile(r"(.+?)\.[0-9]{1,9}\.(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor.
+    """Part of a tensor that contains several parameters.
 
     Attributes:
         tensor: Name of the tensor.

@@ -31,7 +31,7 @@ def reader_threads() -> Iterator[ThreadPoolExecutor]:
 class ScratchBuffers(threading.local):
     """Reusable buffers per thread.
 
-    Newly allocated memory is slow, because page faults take as long as reading data into the memory.
+    Page faults in newly allocated memory take as long as reading data into the memory.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def transpose_into(out: np.ndarray, values: np.ndarray, rows: int = 256) -> None
 
 
 def transpose_matrices(out: np.ndarray, values: np.ndarray) -> None:
-    """Assign ``values`` with the last two dimensions swapped to ``out``."""
+    """Copy ``values`` to ``out`` with the last two dimensions swapped."""
     for index in np.ndindex(values.shape[:-2]):
         transpose_into(out[index], values[index])
 

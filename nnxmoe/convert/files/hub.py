@@ -47,7 +47,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Return the local folder or GGUF file, or None for a hub id.
+    """Return the local folder or GGUF file. `None` for a hub id.
 
     Args:
         path_or_hub_id: Folder, GGUF file, hub id, or GGUF file in a hub repository (``org/name/file.gguf``). The text
@@ -76,7 +76,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
 
 
 def _close_to(path: Path) -> str:
-    """Return a suggestion for an error message about a missing folder: a folder with a similar name."""
+    """Suggest a folder with a similar name, for an error message about a missing folder."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
     except (OSError, ValueError):

@@ -6,7 +6,7 @@ per group and one factor per tensor.
     w[o, i] = FP4[code[o, i]] * scale[o, i // size] * factor
 
 Most tools store a matrix with the code of the even input in the low bits. gpt-oss stores all experts in ``X_blocks``,
-``[E, O, I / 32, 16]`` with the same order of codes, and ``X_scales [E, O, I / 32]``. Both are bytes:
+``[E, O, I / 32, 16]`` with the same order of codes, and ``X_scales [E, O, I / 32]``. Both tensors contain bytes:
 
     w[e, o, 32 b + i] = FP4[code i of blocks[e, o, b]] * 2 ** (scales[e, o, b] - 127)
 
@@ -105,7 +105,7 @@ def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor
 
 
 def read_modelopt_nvfp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read NVFP4 of NVIDIA's ModelOpt (``NVFP4QTensor``). The factor ``weight_scale_2`` multiplies the scales."""
+    """Read an NVFP4 weight of NVIDIA's ModelOpt (``NVFP4QTensor``). ``weight_scale_2`` multiplies the scales."""
     if info.dtype != "U8":
         raise MalformedTensor(f"{files.where(info)} is {info.dtype}: with weight_scale_2 it must be U8")
     return read_nvfp4(files, info, NVFP4, "weight_scale_2", divides=False)

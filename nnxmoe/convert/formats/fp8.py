@@ -37,7 +37,7 @@ def read_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read FP8 of NVIDIA's ModelOpt, with the formulas of the library's ``QTensor`` classes.
+    """Read an FP8 weight of NVIDIA's ModelOpt, with the formulas of the library's ``QTensor`` classes.
 
     The dtype and shape of ``weight_scale`` determine the tile: one scale per tensor, per output or per block, or one
     exponent byte per 32 inputs (MXFP8). Scales of activations are ignored. A factor on inputs (NVFP4_AWQ) raises

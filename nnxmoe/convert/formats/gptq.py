@@ -19,7 +19,7 @@ _AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # column of a word -> index o
 
 
 def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read AWQ's ``gemm`` format: inputs first, eight outputs per word."""
+    """Read an AWQ weight in the ``gemm`` format: inputs first, eight outputs per word."""
     ins, width = files.matrix(info)
 
     def unpack(packed: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read GPTQ: inputs-first codes packed along the inputs, and zero points packed along the outputs.
+    """Read a GPTQ weight: inputs-first codes packed along the inputs, and zero points packed along the outputs.
 
     Version 1 of the format stores each zero point minus one.
     """

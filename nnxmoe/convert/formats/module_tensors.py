@@ -1,4 +1,4 @@
-"""The tensors of a module that form a quantized weight. Access checks presence, dtype and shape."""
+"""The tensors of a module that form a quantized weight, with checks of presence, dtype and shape on access."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

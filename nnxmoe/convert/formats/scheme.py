@@ -23,7 +23,7 @@ _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantiz
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
 _ALGORITHMS += ("mxfp8", "mixed_precision")
-# Per method: fields with a fixed set of supported values, and the tool's default (None if the field is required).
+# Method -> fields with a fixed set of supported values, and the tool's default (None if the field is required).
 GPTQ_FORMATS = ("gptq", "gptq_v2", None)
 _FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
     "fp8": [("fmt", ("e4m3", "float8_e4m3fn"), "e4m3"), ("activation_scheme", ("dynamic", "static"), "dynamic")],
@@ -80,7 +80,7 @@ class QuantizationScheme:
         if not isinstance(method, str) or method not in METHODS:
             listing = "; ".join(f"{name!r} ({description})" for name, description in METHODS.items())
             raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {listing}")
-        for name in ("rotation", "rotation_config", "spinquant_config"):  # GPTQModel's, and AutoRound's
+        for name in ("rotation", "rotation_config", "spinquant_config"):  # fields of GPTQModel and AutoRound
             if fields.get(name):
                 reason = "rotates activations at run time, which is not supported"
                 raise CheckpointError(f"{where}: {name} {short(fields[name])} {reason}")
@@ -110,7 +110,7 @@ class QuantizationScheme:
         return QuantizationScheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
-        """Raise CheckpointError if the settings require quantized weights and ``count`` of these weights is 0."""
+        """Raise CheckpointError if the settings require quantized weights and ``count``, the number of them, is 0."""
         has_blocks = self.method == "fp8" and self.block() is not None
         is_dense = self.fields.get("format") == "dense"
         has_exclusions = bool(self.fields.get("dynamic"))  # may exclude all modules
@@ -237,7 +237,7 @@ def _nearness(target: str, module: str) -> int:
 
 
 def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme], ...]:
-    """Parse the groups of compressed-tensors. Raises CheckpointError if a group is malformed."""
+    """Parse ``config_groups`` of compressed-tensors. Raises CheckpointError if a group is malformed."""
     groups, parsed_groups = scheme.fields.get("config_groups"), []
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")

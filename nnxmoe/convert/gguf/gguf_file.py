@@ -22,7 +22,7 @@ from nnxmoe.convert.files.safetensors import DTYPES, TensorInfo
 from nnxmoe.convert.files.untrusted_files import GGUF_MAGIC, refuse_lfs_pointer, stat_regular_file
 from nnxmoe.runtime.extras import install_command
 
-MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma has 6 MB
+MAX_HEADER = 256_000_000  # bytes; Gemma's vocabulary takes 6 MB
 _MAX_TENSORS = 250_000
 _MAX_FIELDS = 65_536
 _MAX_NAME = 1_024  # bytes of a key, or of a tensor's name

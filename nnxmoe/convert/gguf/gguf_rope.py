@@ -13,7 +13,7 @@ from nnxmoe.convert.gguf.gguf_file import GGUF
 
 
 def shortest(value: Any) -> Any:
-    """Convert a float32 to the float with the shortest decimal form. Returns other values unchanged."""
+    """Convert a float32 to the Python float with the shortest decimal form. Returns other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -26,7 +26,7 @@ def rope_fields(model: GGUF, name: str, metadata: Mapping[str, Any], theta: floa
     Args:
         model: Headers of the file.
         name: Architecture in llama.cpp.
-        given: Metadata of the architecture, by key without the prefix.
+        metadata: Metadata of the architecture, by key without the prefix.
         theta: Base of the rotary frequencies.
     """
     scaling = {

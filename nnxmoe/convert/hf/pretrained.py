@@ -1,4 +1,4 @@
-"""Load models from Hugging Face checkpoints, and save models as folders that transformers loads.
+"""Load models from Hugging Face checkpoints, and save models as folders that transformers can load.
 
 Steps of loading: config.json -> config -> abstract model (shapes only) -> the tensor names of each parameter -> the
 bytes for this process's devices -> one array per parameter on the devices. Every parameter is read from the

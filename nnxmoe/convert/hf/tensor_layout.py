@@ -27,9 +27,9 @@ from nnxmoe.models.shared.tables import HF_MTP
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
-_MTP = "layer.mtp."  # prefix of the keys of multi-token prediction layers
-_COPIED = ("embed.table", "head.kernel")  # parameters that checkpoints duplicate in prediction layers
-Row = list[tuple[str, ArrayLayout, Parameter]]  # arrays of one layer of a parameter: name, layout, part
+_MTP = "layer.mtp."  # Key prefix of multi-token prediction layers.
+_COPIED = ("embed.table", "head.kernel")  # Parameters that checkpoints duplicate in prediction layers.
+Row = list[tuple[str, ArrayLayout, Parameter]]  # Arrays of one layer of a parameter: name, layout, part.
 
 
 def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, ArrayLayout]:
@@ -192,7 +192,7 @@ def source_tensors(names: Iterable[str], arrays: LazyArrays) -> set[str]:
 def _skip_rules(
     model: CausalLM, unused_names: Set[str], layouts: Iterable[str], arrays: LazyArrays
 ) -> dict[str, Callable[[str], bool]]:
-    """Return the rules for tensors to skip: description -> predicate on the tensor's name."""
+    """Return the rules for skipping tensors, as description -> predicate on the tensor's name."""
     config, table, ignored_names = model.config, family_of(model).hf, model.config.unused_tensors
     first_index = config.num_hidden_layers
     mtp_indices = range(first_index, first_index + getattr(config, "num_nextn_predict_layers", 0))

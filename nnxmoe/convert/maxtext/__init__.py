@@ -51,11 +51,11 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import family_of, parse_config
 from nnxmoe.runtime.progress import bytes_bar, logger
 
-_MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``
-BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of router correction biases
-_BARE = ("decoder", "token_embedder")  # top-level names of a tree without ``params``
-_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # top-level names in a checkpoint folder
-_LEVELS = ("params", "model", "state")  # levels around a tree, in any number and order
+_MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``.
+BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of router correction biases.
+_BARE = ("decoder", "token_embedder")  # Top-level names of a tree without ``params``.
+_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # Top-level names in a checkpoint folder.
+_LEVELS = ("params", "model", "state")  # Levels above a tree, in any number and order.
 _AROUND = re.compile(
     rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
     rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
@@ -114,7 +114,7 @@ def from_tree(
         dtype: Dtype of the parameters. Defaults to the dtype of the tree.
 
     Raises:
-        CheckpointError: (a ValueError) Arrays are missing, unexpected or of a wrong shape. The message lists up to 20.
+        CheckpointError: (a ValueError) Arrays are missing, unexpected or misshapen. The message lists up to 20 arrays.
         ValueError: ``tree`` is not a tree of arrays.
     """
     values, skipped = split_off_states(flatten_tree(tree))

@@ -41,8 +41,8 @@ from nnxmoe.models import family_of
 
 KEY, EMBED = "layer.attention.k.", "embed.table"
 NO_CHANGES: Mapping[str, ValueChange] = {}
-_KIND = "{kind}"  # placeholder for the layer type in the name of a row
-_SHARED = " of "  # separator between MaxText's name and the parameter's key, for arrays with several parameters
+_KIND = "{kind}"  # Placeholder for the layer type in the name of a row.
+_SHARED = " of "  # Separator between MaxText's name and the parameter's key, for arrays with several parameters.
 
 
 class MaxTextRow(NamedTuple):

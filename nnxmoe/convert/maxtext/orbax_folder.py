@@ -21,8 +21,8 @@ from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray
 from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, error_summary
 from nnxmoe.runtime.memory import give_back
 
-_CHUNK_BYTES = 64 << 20  # size of a chunk, the unit of compression
-_BLOCK_BYTES = 32 << 20  # minimum size of a read
+_CHUNK_BYTES = 64 << 20  # Size of a chunk, the unit of compression.
+_BLOCK_BYTES = 32 << 20  # Minimum size of a read.
 
 
 @dataclasses.dataclass(frozen=True)

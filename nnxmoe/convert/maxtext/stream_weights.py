@@ -37,7 +37,7 @@ def join_streams(arrays: LazyArrays, names: Iterable[str], streams: int) -> dict
     """Invert `split_streams`.
 
     Args:
-        given: MaxText's arrays by name.
+        arrays: MaxText's arrays by name.
         names: Names of nnxmoe's arrays to build. An array with missing parts or wrong shapes has a ``fault``.
         streams: Number of residual streams.
     """

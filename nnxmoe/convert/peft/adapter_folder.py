@@ -57,7 +57,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         overwrite: Whether to replace the adapter files in the folder. Other files remain.
 
     Raises:
-        ValueError: The model has no adapters or merged adapters, or the folder cannot be written.
+        ValueError: The model has no adapters, its adapters are merged, or the folder cannot be written.
     """
     check_model(model)
     require_values(jax.tree.leaves(nnx.state(model)))
@@ -158,9 +158,10 @@ def _tensors(model: CausalLM, adapters: list[LayerAdapter]) -> Tensors:
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
-    """Load adapters that `save` or ``peft`` wrote into a model, in place, sharded over the model's mesh.
+    """Load adapters into a model, in place, sharded over the model's mesh.
 
-    Layers may lack adapters, and ranks and alphas may differ between layers.
+    Reads folders written by `save` or ``peft``. Layers may lack adapters, and ranks and alphas may differ between
+    layers.
 
     Args:
         model: Model without adapters.

@@ -1,4 +1,4 @@
-"""Adapter slots: the modules of a model that can have an adapter, named `attention.q`, `experts.gate_up`, `head`, …"""
+"""Adapter slots: parts of a model that can have an adapter, such as `attention.q`, `experts.gate_up` and `head`."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,7 +151,7 @@ def values_per_slot(slots: Sequence[AdapterSlot], values: Any, label: str) -> li
         label: Name of the values in error messages.
 
     Raises:
-        ValueError: A slot matches no target, or a target matches no slot.
+        ValueError: A slot matches no target, or no slot uses a target.
     """
     if not isinstance(values, Mapping):
         return [values] * len(slots)
@@ -189,7 +189,7 @@ def refuse_adapters(model: CausalLM) -> None:
 def unmerged_slots(model: CausalLM, operation: str) -> list[AdapterSlot]:
     """Return the slots with an adapter. Raises ValueError if there are no adapters, or merged adapters.
 
-    The message contains the name of the operation.
+    ``operation`` is the name of the operation in the message.
     """
     check_model(model)
     if model.merged is not None:

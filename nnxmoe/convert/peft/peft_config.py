@@ -23,11 +23,11 @@ _KNOWN = {
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     *("init_lora_weights", "ensure_weight_tying", "bias"),
 }
-_HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other values change the base model's weights
+_HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # Other values change the base model's weights.
 # In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 assumes
 # that modules with these names are the experts of transformers 4, and a router is not a torch.nn.Linear.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
-_REPEATED_GROUP = re.compile(r"\)[*+{]")  # matching a pattern with a repeated group can take exponential time
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # Matching a pattern with a repeated group can take exponential time.
 # Adapter types and LoRA fields that peft 0.21 cannot merge: they add to the prompt, depend on the input, or need a bias
 # that the base model lacks.
 _UNMERGEABLE_TYPES = {

@@ -83,8 +83,8 @@ def atomic_dir(
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
-        _remove(stage)  # after a failed save, or after `_move_in` emptied the folder
-    with contextlib.suppress(OSError):  # some file systems cannot sync folders
+        _remove(stage)  # The save has failed, or `_move_in` has emptied the folder.
+    with contextlib.suppress(OSError):  # Some file systems cannot sync folders.
         _sync_folder(target.parent)
 
 
@@ -172,7 +172,7 @@ def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> N
 
 
 def _must_stay(target: Path) -> str | None:
-    """Return the reason why a folder cannot be renamed, or None if it can."""
+    """Return the reason why a folder cannot be renamed. `None` if it can be renamed."""
     if os.path.ismount(target):
         return "it is a mount point"
     if not os.access(target.parent, os.W_OK):

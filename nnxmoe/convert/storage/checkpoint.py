@@ -21,8 +21,8 @@ from nnxmoe.convert.gguf.gguf_file import GGUF
 from nnxmoe.convert.storage import find_checkpoint
 from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, CheckpointFiles, normalize_prefixes
 
-_PIECE = 64 << 20  # bytes per system call
-_PAGE = 4096  # rows of at most one page are read whole, because the operating system reads whole pages
+_PIECE = 64 << 20  # Bytes per system call.
+_PAGE = 4096  # Rows of at most one page are read whole, because the operating system reads whole pages.
 
 
 class Checkpoint:
@@ -54,7 +54,7 @@ class Checkpoint:
     def open(
         cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Open a local folder, or a hub id such as 'org/name' after downloading the files missing in the cache."""
+        """Open a local folder, or a hub id such as 'org/name' after downloading the files that the cache lacks."""
         return cls(find_checkpoint.find_checkpoint(path_or_hub_id, revision, local_files_only))
 
     @property
@@ -123,7 +123,7 @@ class Checkpoint:
         return True
 
     def same(self, name: str, other: str) -> bool:
-        """Return whether two tensors are equal in dtype, shape and every byte."""
+        """Return whether two tensors have the same dtype, shape and bytes."""
         return self._equal(self.info(name), self.info(other))
 
     def info(self, name: str) -> TensorInfo:

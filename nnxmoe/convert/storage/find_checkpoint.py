@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NATIVE_FILE = "nnxmoe.json"  # marks a folder written by nnxmoe.save
-MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
-_MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
+NATIVE_FILE = "nnxmoe.json"  # Marks a folder written by nnxmoe.save.
+MAX_TENSORS = 250_000  # Limit for all files together. DeepSeek-V3 has 92,000 tensors.
+_MAX_INDEX_BYTES = 32_000_000  # The index of DeepSeek-V3 has 9 MB.
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
-_GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings in old checkpoints without quantization_config
-_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings in old checkpoints without quantization_config
+_GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings in old checkpoints without quantization_config.
+_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings in old checkpoints without quantization_config.
 _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
     "model.model.": "model.",
     "backbone.": "model.",
@@ -54,7 +54,7 @@ _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or pass it to a command as --adapter"
 _DOWNLOAD = ["config.json", _GPTQ_FILE, _MODELOPT_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
 _DOWNLOAD += [*TOKENIZER_FILES, *CODE_FILES]
-_SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # weights in the original layout or of other models
+_SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # weights in the original layout, or weights of other models
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def find_in_folder(folder: Path) -> CheckpointFiles:
 def read_config_fields(folder: Path) -> dict[str, Any]:
     """Parse config.json. For a multimodal model, return only the text model's fields.
 
-    Old GPTQ and ModelOpt checkpoints store ``quantization_config`` in a separate file, which is merged."""
+    In old GPTQ and ModelOpt checkpoints, ``quantization_config`` comes from a separate file."""
     if is_gguf(folder):
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"

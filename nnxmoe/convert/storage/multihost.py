@@ -21,15 +21,15 @@ from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.storage.atomic_dir import MODEL_FILES, atomic_dir
 from nnxmoe.sharding import spans_hosts
 
-AnyArray = Any  # a NumPy or JAX array
-_MESSAGE = 4000  # bytes of a broadcast text
+AnyArray = Any  # NumPy or JAX array.
+_MESSAGE = 4000  # Maximum number of bytes of a broadcast text.
 
 
 @contextlib.contextmanager
 def shared_folder(
     folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
 ) -> Iterator[Path]:
-    """Collective `atomic_dir` on a shared file system. The folder appears after every process has written.
+    """Collective `atomic_dir` on a shared file system. The folder appears after all processes have written.
 
     If one process raises, every process raises and the folder is unchanged.
     """
@@ -53,9 +53,9 @@ def shared_folder(
 
 
 def broadcast_text(compute_text: Callable[[], str]) -> str:
-    """Collective: call ``make`` in process 0, and return the text in every process.
+    """Collective: compute a text in process 0, and return the text in every process.
 
-    If ``make`` raises, every process raises. The text is truncated to 4000 bytes.
+    If ``compute_text`` raises, every process raises. The text is truncated to 4000 bytes.
     """
     if jax.process_count() == 1:
         return compute_text()

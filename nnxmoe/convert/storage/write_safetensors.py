@@ -131,7 +131,7 @@ def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
 def _file_parts(shard: list[_Item], computed_names: set[str]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: the header, then each tensor.
 
-    Adds the name of a tensor to ``made`` before the tensor is computed.
+    Adds the name of a tensor to ``computed_names`` before the tensor is computed.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
