@@ -5,9 +5,10 @@ and feed-forward. The experts are as in DeepSeek-V3, with a single group.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA, OutputGate, QKNorm
@@ -79,21 +80,21 @@ class Afmoe(DenseOrMoE):
 
     configs = (AfmoeConfig,)
 
-    def embedding(self, **kw: Any) -> Embed:
-        return super().embedding(MuPEmbed if self.config.mup_enabled else Embed, **kw)
+    def embedding(self, form: Callable[..., Embed] = MuPEmbed, **options: Any) -> Embed:
+        return super().embedding(form if self.config.mup_enabled else Embed, **options)
 
     def layer(self, index: int, form: type[Layer] = Layer, **options: Any) -> Layer:
         norm1, norm2 = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **options) for _ in range(2))
         return super().layer(index, form, post_norms=(norm1, norm2), **options)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
         gate = OutputGate(c.hidden_size, c.num_attention_heads, c.head_width, **kw)
         rotary = c.rope if c.windows[index] else None
         return self.gqa(index, rotary=rotary, bias=c.attention_bias, qk_norm=norm, gate=gate, **kw)
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         return corrected_router(self.config, scale=self.config.route_scale, **kw)
 
 

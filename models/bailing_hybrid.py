@@ -6,11 +6,12 @@ gate per head. The multi-token prediction layer is not loaded.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.attention.gqa import OutputGate
-from nnxmoe.layers.attention.mla import MLA
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W, options
@@ -75,13 +76,13 @@ class BailingHybrid(KimiHybrid, DeepSeekV3):
 
     configs = (BailingHybridConfig,)
 
-    def attention(self, index: int, **kw: Any) -> KimiDelta | MLA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         c = self.config
-        if not c.recurrent_layers[index]:
-            kw["gate"] = OutputGate(c.hidden_size, c.num_attention_heads, 1, **kw)
-        return super().attention(index, **kw)
+        if c.recurrent_layers[index]:
+            return self.recurrent(**kw)
+        return self.mla(gate=OutputGate(c.hidden_size, c.num_attention_heads, 1, **kw), **kw)
 
-    def recurrent(self, **kw: Any) -> KimiDelta:
+    def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         c = self.config
         decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
         return self.delta(decays, None, (c.linear_num_heads,), **kw)

@@ -7,8 +7,9 @@ and the score of a group is the score of its best expert.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.model.family import Family
 from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
@@ -45,10 +46,11 @@ class DeepSeekV2Config(DeepSeekV3Config):
     moe_intermediate_size: int = 1407
     n_routed_experts: int = 64
     n_shared_experts: int | None = 2
-    num_experts_per_tok: int | None = count(None)
+    # Unlike in DeepSeek-V3, the next three fields may be null, so their types are wider than in the base class.
+    num_experts_per_tok: int | None = count(None)  # pyright: ignore[reportIncompatibleVariableOverride]
+    n_group: int | None = count(None)  # pyright: ignore[reportIncompatibleVariableOverride]
+    topk_group: int | None = count(None)  # pyright: ignore[reportIncompatibleVariableOverride]
     topk_method: str = one_of(GREEDY, IN_GROUPS)
-    n_group: int | None = count(None)
-    topk_group: int | None = count(None)
     norm_topk_prob: bool = one_of(False)
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 0
@@ -74,7 +76,7 @@ class DeepSeekV2(DeepSeekV3):
 
     configs = (DeepSeekV2Config,)
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         c, k, scale = self.config, self.config.num_experts_per_tok, self.config.routed_scaling_factor
         assert k is not None
         if c.n_group is None or c.topk_group is None or c.topk_method == GREEDY:

@@ -6,12 +6,14 @@ them by the scores without the bias. Multi-token prediction layers are loaded on
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.rope_parameters import rope_type, yarn_mscale
 from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, MLADims
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.family import Family, LayerGroups, MaxTextNames
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
@@ -104,7 +106,11 @@ class DeepSeekV3(DenseOrMoE):
     configs = (DeepSeekV3Config,)
     supports_mtp = True
 
-    def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
+        return self.mla(**kw)
+
+    def mla(self, form: type[MLA] = MLA, **options: Any) -> MLA:
+        """Build latent attention from the config, as an instance of ``form`` with the further arguments ``options``."""
         c = self.config
         return form(
             MLADims(
@@ -123,7 +129,7 @@ class DeepSeekV3(DenseOrMoE):
             rotate=rotate_pairs if c.rope_interleave else rotate_halves,
             mla=self.strategy.mla,
             attention_fn=self.strategy.attention_fn,
-            **kw,
+            **options,
         )
 
 

@@ -6,13 +6,14 @@ predict the attention. A loss on the model's output has no gradient with respect
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
 from nnxmoe.layers.attention.indexer import Indexer
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.rope import rotate_halves
 from nnxmoe.model.family import Family, MaxTextNames
 from nnxmoe.model.weight_names import W
@@ -64,11 +65,10 @@ class DeepSeekV32(DeepSeekV3):
     configs = (DeepSeekV32Config,)
     rotate_index = staticmethod(rotate_halves)
 
-    def attention(self, index: int, **kw: Any) -> Any:
-        form = functools.partial(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.keys_per_query)
-        return super().attention(index, form, **kw)
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
+        return self.mla(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.keys_per_query, **kw)
 
-    def indexer(self, index: int, **kw: Any) -> Indexer | None:
+    def indexer(self, index: int, **kw: Unpack[ParamOptions]) -> Indexer | None:
         """Build the indexer of a layer."""
         c = self.config
         sizes = c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim

@@ -7,9 +7,10 @@ by token id.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
@@ -198,7 +199,7 @@ class DeepSeekV4(StreamedLM):
     configs = (DeepSeekV4Config,)
     supports_mtp = True
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         return self.config.attention_types[index], self.config.hashed_layers[index]
 
     @property
@@ -213,11 +214,11 @@ class DeepSeekV4(StreamedLM):
             )
         return c.num_hidden_layers
 
-    def final_norm(self, **kw: Any) -> CollapsedNorm:
+    def final_norm(self, **kw: Unpack[ParamOptions]) -> CollapsedNorm:
         c = self.config
         return CollapsedNorm(c.hidden_size, c.hc_mult, eps=c.hc_eps, norm_eps=c.rms_norm_eps, **kw)
 
-    def attention(self, index: int, **kw: Any) -> SharedKV:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> SharedKV:
         c = self.config
         attention_type = c.attention_types[index] if index < c.num_hidden_layers else WINDOW
         rope = c.rope if attention_type == WINDOW else c.compressed_rope
@@ -244,7 +245,7 @@ class DeepSeekV4(StreamedLM):
             **kw,
         )
 
-    def feed_forward(self, index: int, **kw: Any) -> MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MoE:
         c, dim = self.config, self.config.hidden_size
         select = SqrtSoftplusTopK(c.num_experts_per_tok, c.routed_scaling_factor)
         if index < c.num_hidden_layers and c.hashed_layers[index]:

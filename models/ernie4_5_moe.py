@@ -6,8 +6,9 @@ softmax plus a correction bias.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.attention.gqa import GQA
@@ -74,10 +75,10 @@ class Ernie45Moe(DenseOrMoE):
 
     configs = (Ernie45MoeConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         return self.gqa(index, bias=False, rotate=rotate_pairs, **kw)
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         c = self.config
         router = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, min_weight_sum=c.moe_norm_min), bias=True, **kw)
         assert router.bias is not None

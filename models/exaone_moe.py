@@ -5,11 +5,12 @@ Only sliding-window layers rotate queries and keys. Multi-token prediction layer
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
-from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.context import Attention
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen import NormedHeads
@@ -78,7 +79,7 @@ class ExaoneMoe(NormedHeads, DenseOrMoE):
 
     configs = (ExaoneMoeConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         rotary = self.config.rope if self.config.windows[index] else None
         return super().attention(index, rotary=rotary, **kw)
 

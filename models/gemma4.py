@@ -6,12 +6,14 @@ each layer also has a separate input per token, and the last layers attend to ke
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from flax import nnx
+from jaxtyping import Array, Float, PyTree
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, check_at_most, check_multiple, count, number, one_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
@@ -20,6 +22,7 @@ from nnxmoe.config.rope_parameters import ProportionalRope, Rope, rope_from_fiel
 from nnxmoe.layers.activations import geglu
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention, ValueNormGQA
 from nnxmoe.layers.attention.gqa import QKNorm
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
@@ -211,34 +214,36 @@ class Gemma4Text(CausalLM):
 
     configs = (Gemma4TextConfig,)
 
-    def embedding(self, **kw: Any) -> Embed:
+    def embedding(self, form: Callable[..., Embed] = MuPEmbed, **options: Any) -> Embed:
         c = self.config
         if not (width := c.hidden_size_per_layer_input):
-            return super().embedding(MuPEmbed, **kw)
+            return super().embedding(form, **options)
         arguments = {"per_layer_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
-        return super().embedding(PerLayerEmbed, eps=c.rms_norm_eps, **arguments, **kw)
+        return super().embedding(PerLayerEmbed, eps=c.rms_norm_eps, **arguments, **options)
 
     def __init__(self, config: Gemma4TextConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
         self.logit_cap, self.hands_on = config.final_logit_softcapping, config.hands_on
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         c = self.config
         return c.attention_types[index], index >= c.first_shared, c.storing[index]
 
-    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
         inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
         return (x, inputs, jnp.int32(0), {}) if self.hands_on else x
 
-    def from_layer_output(self, x: Any) -> Float[Array, "B requested D"]:
+    def from_layer_output(self, x: PyTree) -> Float[Array, "B requested D"]:
         return x[0] if self.hands_on else x
 
     def head_weight(self) -> Kernel:
         kernel = super().head_weight()
         return kernel if self.logit_cap is None else CappedKernel(kernel, self.logit_cap)
 
-    def layer(self, index: int, form: type[Layer] = GemmaLayer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
-        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+    def layer(
+        self, index: int, form: type[Layer] = GemmaLayer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any
+    ) -> Layer:
+        c, kw = self.config, ParamOptions(dtype=dtype, rngs=rngs)
         norms = [RMSNorm(c.hidden_size, c.rms_norm_eps, **kw) for _ in range(4 if c.experts else 2)]
         dense = (self._dense(index, **kw), norms[2], norms[3]) if c.experts else None
         options |= {"post_norms": (norms[0], norms[1]), "dense": dense, "output_scale": OutputScale(**kw)}
@@ -248,7 +253,7 @@ class Gemma4Text(CausalLM):
             options |= {"kind": c.attention_types[index], "stores": c.storing[index], "own": layer_input}
         return super().layer(index, form, **kw, **options)
 
-    def attention(self, index: int, **kw: Any) -> ValueNormGQA | CrossLayerAttention:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         c, attention_type = self.config, self.config.attention_types[index]
         is_full, width = attention_type == FULL, self.config.width_of(attention_type)
         kv_heads = c.whole_kv_heads if is_full else c.kv_heads
@@ -259,7 +264,7 @@ class Gemma4Text(CausalLM):
         norm, keys_as_values = QKNorm.per_head(width, c.rms_norm_eps, **kw), is_full and c.attention_k_eq_v
         return self.gqa(index, ValueNormGQA, keys_as_values=keys_as_values, qk_norm=norm, **options)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP | MoE:
         c = self.config
         if not c.experts:
             return self._dense(index, **kw)
@@ -267,7 +272,7 @@ class Gemma4Text(CausalLM):
         norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **kw)
         return self.moe(router, c.moe_intermediate_size, None, activation=geglu, norm=norm, **kw)
 
-    def _dense(self, index: int, **kw: Any) -> MLP:
+    def _dense(self, index: int, **kw: Unpack[ParamOptions]) -> MLP:
         c = self.config
         factor = 2 if c.use_double_wide_mlp and index >= c.first_shared else 1
         return MLP(c.hidden_size, factor * c.intermediate_size, bias=False, activation=geglu, **kw)

@@ -6,11 +6,13 @@ single group. The multi-token prediction layer is loaded only with ``mtp=True``.
 """
 
 import dataclasses
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
-from nnxmoe.layers.attention.gqa import GQA, QKNorm
+from nnxmoe.layers.attention.gqa import QKNorm
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.family import Family
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
@@ -51,7 +53,7 @@ class Glm4Moe(DenseOrMoE):
     configs = (Glm4MoeConfig,)
     supports_mtp = True
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
         options = {"qk_norm": norm, "rotate": PartialRotary(c.rope_dim), **kw}

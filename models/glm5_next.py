@@ -7,8 +7,9 @@ DeepSeek-V4. The final norm normalizes the mean of the streams. The multi-token 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, check_multiple, count, number, one_of, per_layer
 from nnxmoe.layers.activations import LimitedSwiGLU
 from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
@@ -96,15 +97,15 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
     configs = (Glm5NextTextConfig,)
     supports_mtp = True
 
-    def final_norm(self, **kw: Any) -> MeanNorm:
+    def final_norm(self, **kw: Unpack[ParamOptions]) -> MeanNorm:
         return MeanNorm(self.config.hidden_size, self.config.hc_mult, self.config.rms_norm_eps, **kw)
 
-    def recurrent(self, **kw: Any) -> KimiDelta:
+    def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         c, bound = self.config, self.config.linear_lower_bound
         decays = unbounded_decays if bound is None else BoundedDecays(bound)
         return self.delta(decays, c.linear_head_dim, (c.linear_num_heads,), **kw)
 
-    def indexer(self, index: int, **kw: Any) -> PooledIndexer:
+    def indexer(self, index: int, **kw: Unpack[ParamOptions]) -> PooledIndexer:
         c = self.config
         return PooledIndexer(
             c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim, pool=c.index_kpool, **kw

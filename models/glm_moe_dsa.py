@@ -5,12 +5,13 @@ the selected keys to the next layer together with the hidden states. Prediction 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.layers.attention.indexer import Indexer
 from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots
@@ -87,7 +88,7 @@ class IndexedLayer(Layer):
     A layer without an indexer attends to the keys selected by the last indexer before it.
     """
 
-    def __call__(self, x: Indexed, context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: Indexed, context: Context, cache: PyTree | None = None) -> LayerOutput:
         attention: Any = self.attention
         layer_input, selected_keys = x
         update, selected_keys, cache = attention.attend_sparse(
@@ -116,13 +117,13 @@ class GlmMoeDsa(DeepSeekV32):
             has_indexer and is_sparse == any(c.sparse_layers) for has_indexer, is_sparse in layers
         )
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         return self.config.sparse_layers[index], self.config.indexed[index]
 
     def layer(self, index: int, form: type[Layer] = IndexedLayer, **kw: Any) -> Layer:
         return super().layer(index, form, **kw)
 
-    def indexer(self, index: int, **kw: Any) -> Indexer | None:
+    def indexer(self, index: int, **kw: Unpack[ParamOptions]) -> Indexer | None:
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:

@@ -7,8 +7,9 @@ by a softmax over these logits. Published checkpoints store the experts' kernels
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, number
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.activations import ClampedSwiGLU
@@ -72,12 +73,12 @@ class GptOss(CausalLM):
 
     configs = (GptOssConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c = self.config
         sinks = Sinks(c.num_attention_heads, **kw)
         return self.gqa(index, bias=c.attention_bias, sinks=sinks, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MoE:
         c = self.config
         dim, width, count = c.hidden_size, c.intermediate_size, c.num_local_experts
         select, logit_bias = SoftmaxTopK(c.num_experts_per_tok), LogitBias(count, **kw)

@@ -7,8 +7,9 @@ this layer has a different name than in DeepSeek-V3.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.model.family import Family
@@ -75,7 +76,7 @@ class HyV3(NormedHeads, DenseOrMoE):
     configs = (HyV3Config,)
     supports_mtp = True
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)
 
 

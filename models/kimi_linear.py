@@ -6,8 +6,9 @@ experts are as in DeepSeek-V3, with a single group and Mixtral's names.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.recurrent.kimi_delta import KimiDelta, unbounded_decays
@@ -110,7 +111,7 @@ class KimiLinear(KimiHybrid, DeepSeekV3):
 
     configs = (KimiLinearConfig,)
 
-    def recurrent(self, **kw: Any) -> KimiDelta:
+    def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         return self.delta(unbounded_decays, self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)
 
 

@@ -6,13 +6,14 @@ shared expert. Router logits may be soft-capped.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
@@ -110,11 +111,11 @@ class Laguna(CausalLM):
 
     configs = (LagunaConfig,)
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         c = self.config
         return c.attention_types[index], c.sparse_layers[index], c.heads_per_layer[index]
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c, count = self.config, self.config.heads_per_layer[index]
         rope, width = c.rope_of(c.attention_types[index]), c.head_width if c.gating == "per-element" else 1
         return self.gqa(
@@ -128,7 +129,7 @@ class Laguna(CausalLM):
             **kw,
         )
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP | MoE:
         c, dim, cap = self.config, self.config.hidden_size, self.config.moe_router_logit_softcapping
         if not c.sparse_layers[index]:
             return MLP(dim, c.intermediate_size, bias=False, **kw)

@@ -6,11 +6,12 @@ adds a sliding window.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family, MaxTextNames
@@ -63,10 +64,10 @@ class MistralConfig(DecoderConfig):
 class LlamaLike(CausalLM):
     """A decoder with Llama's layers, for subclasses that override parts of them."""
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         return self.gqa(index, bias=self.config.attention_bias, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP:
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)
 
 

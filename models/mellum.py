@@ -5,12 +5,13 @@ Some layers attend to a sliding window and have a different rotary embedding.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
-from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.context import Attention
 from nnxmoe.model.family import Family
 from nnxmoe.models.shared.normed_heads import NormedHeads
 from nnxmoe.models.shared.qwen_moe import QwenMoe
@@ -63,7 +64,7 @@ class Mellum(NormedHeads, QwenMoe):
 
     configs = (MellumConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         rope = self.config.rope_of(self.config.attention_types[index])
         return super().attention(index, rotary=rope, **kw)
 

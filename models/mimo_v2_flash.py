@@ -6,9 +6,10 @@ loaded.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
@@ -103,10 +104,10 @@ class MiMoV2Flash(DenseOrMoE):
 
     configs = (MiMoV2FlashConfig,)
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         return self.config.attention_types[index], self.config.sparse_layers[index]
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c, attention_type, window = self.config, self.config.attention_types[index], self.config.windows[index]
         rope = c.rope_of(attention_type)
         return self.gqa(

@@ -7,8 +7,9 @@ There are no shared experts and no other biases.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
@@ -101,12 +102,12 @@ class MiniMaxM2(CausalLM):
 
     configs = (MiniMaxM2Config,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c = self.config
         norm = QKNorm.all_heads(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
         return self.gqa(index, bias=False, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MoE:
         c = self.config
         return self.moe(corrected_router(c, scale=1.0, **kw), c.intermediate_size, **kw)
 

@@ -7,9 +7,10 @@ is as in gpt-oss.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
@@ -134,10 +135,10 @@ class MiniMaxM3VLText(CausalLM):
     norm_class = OffsetNorm
     configs = (MiniMaxM3VLTextConfig,)
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         return self.config.indexed[index], self.config.sparse_layers[index]
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c, rotate = self.config, PartialRotary(self.config.rope_dim)
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
         options: dict[str, Any] = {"bias": False, "qk_norm": norm, "rotate": rotate, **kw}
@@ -150,7 +151,7 @@ class MiniMaxM3VLText(CausalLM):
         )  # fmt: skip
         return self.gqa(index, IndexedGQA, indexer=indexer, **options)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP | MoE:
         c, dim = self.config, self.config.hidden_size
         activation = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
         dense = functools.partial(MLP, dim, bias=False, activation=activation, **kw)

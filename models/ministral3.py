@@ -5,8 +5,9 @@ The layers are as in Mistral, with queries scaled by position.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.frozen import FrozenDict
@@ -81,7 +82,7 @@ class Ministral3(LlamaLike):
 
     configs = (Ministral3Config,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         scale_arguments = position_scale(self.config.rope_fields)
         return self.gqa(index, PositionScaledGQA, bias=False, **scale_arguments, **kw)
 

@@ -5,12 +5,14 @@ The layers are as in DeepSeek-V3, with a softmax router and queries scaled by po
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.layers.attention.mla import MLA, PositionScaledMLA
+from nnxmoe.layers.attention.mla import PositionScaledMLA
+from nnxmoe.layers.context import Attention
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import options
 from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
@@ -86,13 +88,13 @@ class Mistral4(DeepSeekV3):
 
     configs = (Mistral4Config,)
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         c = self.config
         select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor)
         return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)
 
-    def attention(self, index: int, **kw: Any) -> MLA:
-        return super().attention(index, form=PositionScaledMLA, **position_scale(self.config.rope_fields), **kw)
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
+        return self.mla(PositionScaledMLA, **position_scale(self.config.rope_fields), **kw)
 
 
 _EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))

@@ -6,8 +6,9 @@ shared experts and no biases.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
@@ -63,10 +64,10 @@ class Mixtral(CausalLM):
 
     configs = (MixtralConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         return self.gqa(index, bias=False, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MoE:
         c, select = self.config, SoftmaxTopK(self.config.num_experts_per_tok)
         jitter = c.router_jitter_noise or 0.0
         router = Router(c.hidden_size, c.num_local_experts, select, bias=False, jitter=jitter, **kw)

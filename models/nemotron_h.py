@@ -8,10 +8,12 @@ may compute in a narrower latent space. Multi-token prediction layers are not lo
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
+from flax import nnx
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, PerLayer, check_multiple, count, number, one_of
 from nnxmoe.config.printable import short
 from nnxmoe.layers.activations import relu2
@@ -148,23 +150,25 @@ class NemotronH(DenseOrMoE):
     def layer_type(self, index: int) -> str:
         return self.config.layer_types[index]
 
-    def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> SingleLayer:
-        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+    def layer(
+        self, index: int, form: type[Layer] = Layer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any
+    ) -> SingleLayer:
+        c, kw = self.config, ParamOptions(dtype=dtype, rngs=rngs)
         attention = functools.partial(self.gqa, index, bias=False, rotary=None)
         builders = {MAMBA: self._mamba, ATTENTION: attention, DENSE: self._dense, EXPERTS: self._experts}
         return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), builders[self.layer_type(index)](**kw))
 
-    def _mamba(self, **kw: Any) -> Mamba2:
+    def _mamba(self, **kw: Unpack[ParamOptions]) -> Mamba2:
         c = self.config
         heads = DeltaDims(c.hidden_size, c.n_groups, c.mamba_num_heads, c.ssm_state_size, c.mamba_head_dim)
         options = {"taps": c.conv_kernel, "bias": c.use_bias, "conv_bias": c.use_conv_bias, **kw}
         return Mamba2(heads, eps=c.rms_norm_eps, min_step=c.time_step_min, mesh=self.strategy.mesh, **options)
 
-    def _dense(self, width: int | None = None, **kw: Any) -> UngatedMLP:
+    def _dense(self, width: int | None = None, **kw: Unpack[ParamOptions]) -> UngatedMLP:
         c = self.config
         return UngatedMLP(c.hidden_size, width or c.intermediate_size, bias=c.mlp_bias, activation=relu2, **kw)
 
-    def _experts(self, **kw: Any) -> MoE:
+    def _experts(self, **kw: Unpack[ParamOptions]) -> MoE:
         c, s, latent = self.config, self.strategy, self.config.moe_latent_size
         experts = UngatedExperts(
             latent or c.hidden_size, c.moe_intermediate_size, c.experts, matmul=s.matmul, rules=s.rules,
@@ -178,9 +182,9 @@ class NemotronH(DenseOrMoE):
         expand = Linear((latent,), (c.hidden_size,), ("latent", "embed"), bias=c.mlp_bias, **kw)
         return LatentMoE(*parts, reduce=reduce, expand=expand)
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         """Build the router. Its kernel is float32 regardless of ``dtype``, as in transformers."""
-        router = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
+        router = super().router(dtype=jnp.dtype(jnp.float32), rngs=kw["rngs"])
         router.kernel.set_metadata(keeps_dtype=True)
         return router
 

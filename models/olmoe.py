@@ -7,8 +7,9 @@ rescale the weights of the selected experts.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.attention.gqa import GQA, QKNorm
@@ -57,12 +58,12 @@ class Olmoe(CausalLM):
 
     configs = (OlmoeConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c = self.config
         norm = QKNorm.all_heads(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
         return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MoE:
         c = self.config
         select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
         return self.moe(Router(c.hidden_size, c.num_experts, select, bias=False, **kw), c.intermediate_size, **kw)

@@ -5,8 +5,9 @@ keys instead. Some layers may attend to a sliding window.
 """
 
 import dataclasses
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA
@@ -63,7 +64,7 @@ class Qwen2(LlamaLike):
 
     configs = (Qwen2Config,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         return self.gqa(index, bias=True, out_bias=False, **kw)
 
 

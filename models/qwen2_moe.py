@@ -6,8 +6,9 @@ Published checkpoints do not rescale the weights of the selected experts.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.model.family import Family
@@ -45,7 +46,7 @@ class Qwen2Moe(QwenMoe):
 
     configs = (Qwen2MoeConfig,)
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         return self.gqa(index, bias=self.config.qkv_bias, out_bias=False, **kw)
 
 

@@ -7,11 +7,12 @@ three dimensions. Text has equal positions in all three. The multi-token predict
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, one_of
 from nnxmoe.layers.recurrent.delta import DeltaDims, SeparateProjection
 from nnxmoe.model.family import Family, LayerBlocks
@@ -88,7 +89,7 @@ class Qwen3_5Text(QwenHybrid):
 
     configs = (Qwen3_5TextConfig,)
 
-    def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
+    def project(self, heads: DeltaDims, **kw: Unpack[ParamOptions]) -> SeparateProjection:
         return SeparateProjection(heads, **kw)
 
 
@@ -97,7 +98,7 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
 
     configs = (Qwen3_5MoeTextConfig,)
 
-    def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
+    def project(self, heads: DeltaDims, **kw: Unpack[ParamOptions]) -> SeparateProjection:
         return SeparateProjection(heads, **kw)
 
 

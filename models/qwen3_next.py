@@ -6,8 +6,9 @@ loaded only with ``mtp=True``.
 """
 
 import dataclasses
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.recurrent.delta import DeltaDims, FusedProjection
 from nnxmoe.model.family import Family
@@ -56,7 +57,7 @@ class Qwen3Next(QwenHybrid, QwenMoe):
 
     configs = (Qwen3NextConfig,)
 
-    def project(self, heads: DeltaDims, **kw: Any) -> FusedProjection:
+    def project(self, heads: DeltaDims, **kw: Unpack[ParamOptions]) -> FusedProjection:
         return FusedProjection(heads, **kw)
 
 

@@ -7,13 +7,14 @@ clamp their activations. Multi-token prediction layers are not loaded.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import MOST_LAYERS, ConfigError, Count, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
@@ -246,12 +247,12 @@ class Step3p5(CausalLM):
     norm_class = OffsetNorm
     configs = (Step3p5Config,)
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         c = self.config
         activations = (c.activation(index, shared=shared) for shared in (False, True))
         return c.attention_types[index], c.sparse_layers[index], *activations
 
-    def attention(self, index: int, **kw: Any) -> GQA:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         c, attention_type = self.config, self.config.attention_types[index]
         rope, count = c.rope_of(attention_type), c.heads_of(attention_type)
         return self.gqa(
@@ -265,7 +266,7 @@ class Step3p5(CausalLM):
             **kw,
         )
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP | MoE:
         c, dim = self.config, self.config.hidden_size
         dense = functools.partial(MLP, dim, bias=c.mlp_bias, activation=c.activation(index, shared=True), **kw)
         if not c.sparse_layers[index]:

@@ -60,7 +60,7 @@ ORDER = (
     "nnxmoe.__main__",
 )
 LEVELS = {package: level for level, package in enumerate(ORDER)}
-MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "model", "models")}
+MODELS_KNOW = {f"nnxmoe.{name}" for name in ("axes", "config", "layers", "moe", "model", "models")}
 # Kernels for accelerators, imported on first use.
 ACCELERATOR_KERNELS = {
     "nnxmoe.layers.attention.splash_attention",

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.context import Context, FeedForwardOutput
@@ -37,7 +37,7 @@ class GemmaLayer(Layer):
         self.dense, self.dense_post_norm, self.experts_post_norm = (None, None, None) if dense is None else dense
         self.output_scale = output_scale
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None = None) -> LayerOutput:
         out = super().__call__(x, context=context, cache=cache)
         return out._replace(x=self.output_scale(out.x))
 
@@ -65,11 +65,11 @@ class EdgeLayer(GemmaLayer):
         super().__init__(*parts, **options)
         self.kind, self.stores, self.own = kind, stores, own
 
-    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
         hidden, inputs, layer_index, shared_keys = x
         attention: Any = self.attention
         if isinstance(attention, CrossLayerAttention):
-            update = attention(self.attention_norm(hidden), shared_keys[self.kind], context=context)
+            update, _ = attention(self.attention_norm(hidden), context=context, cache=shared_keys[self.kind])
         else:
             update, cache, keys = attention.attend_and_share(self.attention_norm(hidden), context=context, cache=cache)
             shared_keys = shared_keys | {self.kind: keys} if self.stores else shared_keys

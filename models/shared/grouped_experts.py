@@ -5,12 +5,12 @@ GLM-4.5, dots.llm1 and Solar Open also use this design, mostly with a single gro
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.layers.activations import GatedActivation, swiglu
-from nnxmoe.layers.context import FeedForward
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
@@ -78,7 +78,13 @@ def check_groups(config: Any) -> None:
 
 
 def corrected_router(
-    config: DecoderConfig, *, scale: float, groups: int = 1, top_groups: int = 1, normalize: bool = True, **kw: Any
+    config: DecoderConfig,
+    *,
+    scale: float,
+    groups: int = 1,
+    top_groups: int = 1,
+    normalize: bool = True,
+    **kw: Unpack[ParamOptions],
 ) -> Router:
     """Build the router of DeepSeek-V3: sigmoid scores with a correction bias (see `SigmoidGroupTopK`).
 
@@ -100,19 +106,19 @@ class DenseOrMoE(CausalLM):
         """The activation of dense feed-forwards and of experts."""
         return swiglu
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         """Build the router of a layer with experts."""
         c = self.config
         groups = {"groups": c.n_group, "top_groups": c.topk_group, "normalize": c.norm_topk_prob}
         return corrected_router(c, scale=c.routed_scaling_factor, **groups, **kw)
 
-    def shared(self, **kw: Any) -> FeedForward | None:
+    def shared(self, **kw: Unpack[ParamOptions]) -> MLP | None:
         """Build the shared expert of a layer with experts. Returns None if the family has no shared expert."""
         c = self.config
         width = c.moe_intermediate_size * (c.n_shared_experts or 0)
         return MLP(c.hidden_size, width, bias=False, activation=self.activation, **kw) if width else None
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP | MoE:
         c, activation = self.config, self.activation
         if not c.sparse_layers[index]:
             return MLP(c.hidden_size, c.intermediate_size, bias=False, activation=activation, **kw)

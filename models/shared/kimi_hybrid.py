@@ -5,12 +5,14 @@ the selection of the layer type.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.printable import short
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.recurrent.delta import DeltaDims
 from nnxmoe.layers.recurrent.kimi_delta import DecayFn, KimiDelta, KimiProjection
 from nnxmoe.model.causal_lm import CausalLM
@@ -116,17 +118,17 @@ class KimiHybrid(CausalLM):
 
     supports_mtp = False
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
-    def attention(self, index: int, **kw: Any) -> Any:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         return self.recurrent(**kw) if self.config.recurrent_layers[index] else super().attention(index, **kw)
 
-    def recurrent(self, **kw: Any) -> KimiDelta:
+    def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         """Build the recurrence of a recurrent layer."""
         raise TypeError("a model class must define recurrent(**kw)")
 
-    def delta(self, decays: DecayFn, rank: int | None, rates: tuple[int, ...], **kw: Any) -> KimiDelta:
+    def delta(self, decays: DecayFn, rank: int | None, rates: tuple[int, ...], **kw: Unpack[ParamOptions]) -> KimiDelta:
         """Build a `KimiDelta` with the config's sizes.
 
         Args:
@@ -136,6 +138,6 @@ class KimiHybrid(CausalLM):
         """
         c, heads = self.config, self.config.delta_heads
         project = KimiProjection(heads, rank, **kw)
-        kw |= {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
-        kw["recurrence"] = self.strategy.recurrence
-        return KimiDelta(heads, project, decays, rate_shape=rates, **kw)
+        options = {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
+        options["recurrence"] = self.strategy.recurrence
+        return KimiDelta(heads, project, decays, rate_shape=rates, **options, **kw)

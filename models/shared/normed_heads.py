@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from nnxmoe.layers.attention.gqa import GQA, QKNorm
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.axes import ParamOptions
+from nnxmoe.layers.attention.gqa import QKNorm
+from nnxmoe.layers.context import Attention
 from nnxmoe.model.causal_lm import CausalLM
 
 
@@ -12,7 +17,7 @@ class NormedHeads(CausalLM):
     ``attention`` passes ``options`` to `CausalLM.gqa`.
     """
 
-    def attention(self, index: int, *, dtype: Any, rngs: Any, **options: Any) -> GQA:
-        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+    def attention(self, index: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any) -> Attention:
+        c, kw = self.config, ParamOptions(dtype=dtype, rngs=rngs)
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=self.norm_class, **kw)
         return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **options, **kw)

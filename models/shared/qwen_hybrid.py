@@ -5,12 +5,14 @@ normalizes each head and rotates a quarter of the head. Norms multiply by 1 plus
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import check_multiple, count, one_of, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.attention.gqa import QueryGate
+from nnxmoe.layers.context import Attention
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjection, GatedDeltaNet
 from nnxmoe.layers.rope import PartialRotary
@@ -138,18 +140,18 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
             not is_recurrent and is_sparse == (c.experts > 0) for is_recurrent, is_sparse in layers
         )
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
-    def project(self, heads: DeltaDims, **kw: Any) -> DeltaProjection:
+    def project(self, heads: DeltaDims, **kw: Unpack[ParamOptions]) -> DeltaProjection:
         """Build the projection of a recurrent layer."""
         raise TypeError("a model class must define project(heads, **kw)")
 
-    def attention(self, index: int, **kw: Any) -> Any:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         c = self.config
         if c.recurrent_layers[index]:
             heads, taps = c.delta_heads, c.linear_conv_kernel_dim
-            options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh, **kw}
+            options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
             options["recurrence"] = self.strategy.recurrence
-            return GatedDeltaNet(heads, self.project(heads, **kw), **options)
+            return GatedDeltaNet(heads, self.project(heads, **kw), **options, **kw)
         return super().attention(index, gate=QueryGate(c.head_width), rotate=PartialRotary(c.rope_dim), **kw)

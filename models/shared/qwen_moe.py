@@ -6,8 +6,9 @@ layers may be dense.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
@@ -73,11 +74,11 @@ HF_SHARED: Hf = {
 class QwenMoe(DenseOrMoE):
     """A decoder with Qwen's routers and shared experts. Subclasses define the attention."""
 
-    def router(self, **kw: Any) -> Router:
+    def router(self, **kw: Unpack[ParamOptions]) -> Router:
         c = self.config
         select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
         return Router(c.hidden_size, c.num_experts, select, bias=False, **kw)
 
-    def shared(self, **kw: Any) -> GatedSharedExpert | None:
+    def shared(self, **kw: Unpack[ParamOptions]) -> GatedSharedExpert | None:
         width = self.config.shared_expert_intermediate_size
         return GatedSharedExpert(self.config.hidden_size, width, **kw) if width else None

@@ -2,17 +2,20 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, PyTree
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.hyper import HyperConnection, mix_streams
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.mtp import MTP
+from nnxmoe.model.output import Ids
 
 
 class Streamed(Layer):
@@ -29,11 +32,11 @@ class Streamed(Layer):
         self.store_feed_forward(self.feed_forward, streams=streams)
 
     @property
-    def feed_forward_streams(self) -> Any:
+    def feed_forward_streams(self) -> HyperConnection:
         """Connection of the feed-forward to the streams: ``moe_streams`` or ``mlp_streams``."""
         return getattr(self, f"{self.feed_forward_name}_streams")
 
-    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
         attention_input = self.attention_streams(x)
         y, cache = self.attention_branch(attention_input.x, context=context, cache=cache)
         x = mix_streams(context.output_tokens(x), y, attention_input.output_tokens(context))
@@ -45,7 +48,7 @@ class Streamed(Layer):
 class TokenAndStreams(nnx.Module):
     """Projections of a token and of each stream of a state. `StreamedMTP` adds their outputs."""
 
-    def __init__(self, dim: int, **kw: Any):
+    def __init__(self, dim: int, **kw: Unpack[ParamOptions]):
         self.token, self.state = (Linear((dim,), (dim,), ("embed", "norm"), **kw) for _ in range(2))
 
 
@@ -55,7 +58,7 @@ class StreamedMTP(MTP):
     Computes ``norm(layer(token(token_norm(x)) + state(hidden_norm(s))))`` for a token x and each stream s.
     """
 
-    def projection(self, dim: int, **kw: Any) -> TokenAndStreams:
+    def projection(self, dim: int, **kw: Unpack[ParamOptions]) -> TokenAndStreams:
         return TokenAndStreams(dim, **kw)
 
     def combine(self, model: Any, embedded: Any, hidden: Any, tokens: Any) -> Any:
@@ -71,14 +74,16 @@ class StreamedMTP(MTP):
 class StreamedLM(CausalLM):
     """A decoder with ``hc_mult`` residual streams. The final norm reduces the streams to one hidden state."""
 
-    def to_layer_input(self, x: Any, tokens: Any) -> Any:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Float[Array, "B T streams D"]:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
-    def from_layer_output(self, x: Any) -> Any:
+    def from_layer_output(self, x: Float[Array, "B asked streams D"]) -> Float[Array, "B asked streams D"]:
         """Return the streams, because the final norm reduces them to one hidden state."""
         return x
 
-    def mtp_hidden(self, before: Any, after: Any) -> Any:
+    def mtp_hidden(
+        self, before: Float[Array, "B asked streams D"], after: Float[Array, "B asked D"]
+    ) -> Float[Array, "B asked S"]:
         """Return the streams of each token, concatenated."""
         return before.reshape(*before.shape[:2], -1)
 
@@ -90,7 +95,7 @@ class StreamedLM(CausalLM):
             index, form, connections=(self._connection(kw["rngs"]), self._connection(kw["rngs"])), **kw
         )
 
-    def _connection(self, rngs: Any) -> HyperConnection:
+    def _connection(self, rngs: nnx.Rngs | None) -> HyperConnection:
         c = self.config
         return HyperConnection(
             c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs

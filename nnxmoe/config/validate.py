@@ -95,7 +95,7 @@ def as_dtype(value: Any) -> Any:
         return None
 
 
-def floating_dtype(where: str, name: str, value: Any) -> Any:
+def floating_dtype(where: str, name: str, value: Any) -> jnp.dtype:
     """Convert ``value`` with `as_dtype`. Raises ValueError with ``where(name=value)`` unless it is a floating dtype."""
     dtype = None if value is None else as_dtype(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

@@ -49,7 +49,7 @@ class PromptLookup:
         self, memory: None, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], None]:
         """Propose ids per row. Repeats the last id of a row if the id did not occur earlier."""
-        return jax.vmap(self._after)(inputs.history.ids, inputs.history.count), None
+        return jax.vmap(self._after)(inputs.history.ids, inputs.history.length), None
 
     def _after(self, ids: Int[Array, "C"], count: Int[Array, ""]) -> Int[Array, "count"]:
         positions = jnp.arange(ids.shape[0], dtype=jnp.int32)

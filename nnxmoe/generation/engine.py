@@ -321,10 +321,10 @@ class Engine:
             group = self.plan.grouping([len(ids) for ids in itertools.takewhile(bool, prompts)], self.slots)
         else:  # the prefix is the whole prompt
             group = PrefillGroup(1, self.plan.batch_shards, [])
-        requests = [self._waiting.popleft() for _ in range(group.count)]
+        requests = [self._waiting.popleft() for _ in range(group.prompts)]
         for slot, request in zip(free_slots, requests, strict=False):
             self._slots[slot] = request
-        return self._plan_prefill(prompts[: group.count], group, prefix, requests, None)
+        return self._plan_prefill(prompts[: group.prompts], group, prefix, requests, None)
 
     def _plan_prefill(
         self,
@@ -462,7 +462,7 @@ class Engine:
         report = jax.tree.map(np.asarray, device_report)
         events = list[Event]()
         for row, request in enumerate(requests):
-            count, finish = int(report.count[row]), FINISH_REASONS[int(report.end[row])]
+            count, finish = int(report.new_count[row]), FINISH_REASONS[int(report.end[row])]
             if request is None or request.done or not (count or finish == "error"):
                 continue
             new_ids = report.ids[row, :count].tolist()

@@ -33,12 +33,12 @@ class PrefillGroup(NamedTuple):
     """Batch of waiting prompts to prefill.
 
     Attributes:
-        count: number of prompts.
+        prompts: number of prompts.
         rows: number of rows of the batch.
         sizes: tokens per chunk.
     """
 
-    count: int
+    prompts: int
     rows: int
     sizes: list[int]
 

@@ -51,13 +51,13 @@ class History(NamedTuple):
     """Prompt ids and new ids of every row.
 
     Attributes:
-        ids: ``ids[b, i]`` is valid for ``i < count[b]``.
-        count: number of ids per row.
+        ids: ``ids[b, i]`` is valid for ``i < length[b]``.
+        length: number of ids per row.
         new_count: number of new ids per row.
     """
 
     ids: Int[Array, "B C"]
-    count: Int[Array, "B"]
+    length: Int[Array, "B"]
     new_count: Int[Array, "B"]
 
 
@@ -105,8 +105,8 @@ class RowReport(NamedTuple):
     """Result of a step.
 
     Attributes:
-        ids: new ids, of which the first ``count`` are valid.
-        count: number of new ids per row. 0 if the logits are NaN or infinite.
+        ids: new ids, of which the first ``new_count`` are valid.
+        new_count: number of new ids per row. 0 if the logits are NaN or infinite.
         end: why the row ended, or `RUNNING`.
         drafts: drafts of the next step.
         logprobs: log-probabilities of ``ids`` under the model's distribution, before options are applied.
@@ -115,7 +115,7 @@ class RowReport(NamedTuple):
     """
 
     ids: Int[Array, "B W"]
-    count: Int[Array, "B"]
+    new_count: Int[Array, "B"]
     end: Int[Array, "B"]
     drafts: Int[Array, "B K"]
     logprobs: Float[Array, "B W"] | None
@@ -162,7 +162,7 @@ class StepInputs(NamedTuple):
             scores = _masked(scores, logits, allowed)
         seen = counts = None
         if static.penalty:
-            is_id = jnp.arange(history.ids.shape[1])[None] < history.count[:, None]
+            is_id = jnp.arange(history.ids.shape[1])[None] < history.length[:, None]
             seen = jnp.zeros(scores.shape, bool).at[row, history.ids].max(is_id)
         if static.counts:
             counts = generated_counts(*history, params.dynamic, scores.shape[1])
@@ -175,8 +175,8 @@ class StepInputs(NamedTuple):
 
 def _append_drafts(history: History, drafts: Int[Array, "B K"]) -> History:
     row, offsets = jnp.arange(drafts.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
-    ids = history.ids.at[row, history.count[:, None] + offsets].set(drafts, mode="drop")
-    return History(ids, history.count + drafts.shape[1], history.new_count + drafts.shape[1])
+    ids = history.ids.at[row, history.length[:, None] + offsets].set(drafts, mode="drop")
+    return History(ids, history.length + drafts.shape[1], history.new_count + drafts.shape[1])
 
 
 def _process_logits(
@@ -289,12 +289,12 @@ def start_rows(
 
     report = _accept(StepInputs(params, prompts, options), logits, jnp.zeros((len(at), 0), jnp.int32), masks)
     first_ids = report.ids[:, 0]
-    ids = put(rows.history.ids, prompts.ids).at[at, prompts.count].set(first_ids, mode="drop")
+    ids = put(rows.history.ids, prompts.ids).at[at, prompts.length].set(first_ids, mode="drop")
     history = History(
-        ids, put(rows.history.count, prompts.count + 1), put(rows.history.new_count, prompts.new_count + 1)
+        ids, put(rows.history.length, prompts.length + 1), put(rows.history.new_count, prompts.new_count + 1)
     )
     active = (rows.active[:, 0] & keep).at[at].set(report.end == RUNNING, mode="drop")
-    last_ids, started = put(rows.ids[:, 0], first_ids), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
+    last_ids, started = put(rows.ids[:, 0], first_ids), jnp.zeros_like(rows.history.length).at[at].set(1, mode="drop")
     memory = jax.tree.map(put, rows.memory, memory)
     new_rows = rows._replace(params=jax.tree.map(put, rows.params, params), history=history, memory=memory)
     new_rows = _next(new_rows, last_ids, active, last_ids[:, None], None, started, options, draft)
@@ -330,13 +330,13 @@ def step_rows(
     """
     running = rows.active[:, 0] & keep
     report = _accept(StepInputs(rows.params, rows.history, options), logits, rows.ids[:, 1:], masks)
-    count = jnp.where(running, report.count, 0)
-    report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
+    count = jnp.where(running, report.new_count, 0)
+    report = report._replace(new_count=count, end=jnp.where(running, report.end, FULL))
     history, width = rows.history, rows.ids.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None]
-    slots = jnp.where(offsets < count[:, None], history.count[:, None] + offsets, history.ids.shape[1])
+    slots = jnp.where(offsets < count[:, None], history.length[:, None] + offsets, history.ids.shape[1])
     ids = write_slots(history.ids, report.ids, slots, 1)
-    new_rows = rows._replace(history=History(ids, history.count + count, history.new_count + count))
+    new_rows = rows._replace(history=History(ids, history.length + count, history.new_count + count))
     last_ids = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     length = length - jnp.where(rows.active[:, 0], width - count, 0)
     active = running & (report.end == RUNNING)

@@ -8,13 +8,13 @@ cache. Callers may donate the argument.
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nnxmoe.layers.cache_buffer import Buffer, CacheFormat, Int8Array, as_float, write_slots
 
@@ -109,11 +109,11 @@ class TokenCache:
         lookahead: Number of extra slots for draft tokens that may be discarded.
     """
 
-    buffers: Any
+    buffers: PyTree
     ring: bool = dataclasses.field(default=False, metadata={"static": True})
     lookahead: int = dataclasses.field(default=0, metadata={"static": True})
 
-    def append(self, new: Any, metadata: CacheMetadata) -> tuple[Self, Any, SlotMetadata]:
+    def append(self, new: PyTree, metadata: CacheMetadata) -> tuple[Self, PyTree, SlotMetadata]:
         """Store the new tokens.
 
         Args:
@@ -144,10 +144,10 @@ class RecurrentState:
         states: Pytree of arrays ``[*L, B, 1 + lookahead, ...]``.
     """
 
-    states: Any
+    states: PyTree
 
     @classmethod
-    def empty(cls, zero: Any, lookahead: int) -> Self:
+    def empty(cls, zero: PyTree, lookahead: int) -> Self:
         """Create the states of empty rows.
 
         Args:
@@ -161,7 +161,7 @@ class RecurrentState:
         """Number of most recent tokens that may be discarded."""
         return jax.tree.leaves(self.states)[0].shape[1] - 1
 
-    def before(self, metadata: CacheMetadata) -> Any:
+    def before(self, metadata: CacheMetadata) -> PyTree:
         """Return the state ``[B, ...]`` before the new tokens."""
         length = metadata.length_before
 
@@ -172,7 +172,7 @@ class RecurrentState:
 
         return jax.tree.map(select, self.states)
 
-    def write(self, new: Any, index: Int[Array, "B n"]) -> Self:
+    def write(self, new: PyTree, index: Int[Array, "B n"]) -> Self:
         """Store the states ``[B, n, ...]`` after the n tokens ``index``. Negative indices are skipped."""
 
         def write(states: Array, new: Array) -> Array:
@@ -182,12 +182,12 @@ class RecurrentState:
         return type(self)(jax.tree.map(write, self.states, new))
 
 
-def format_caches(layers: Any, cache_format: CacheFormat | None) -> Any:
+def format_caches(layers: tuple[PyTree, ...], cache_format: CacheFormat | None) -> tuple[PyTree, ...]:
     """Convert the buffers of empty caches to ``cache_format``. Recurrent states are unchanged."""
     if cache_format is None:
         return layers
 
-    def is_state(x: Any) -> bool:
+    def is_state(x: object) -> bool:
         return isinstance(x, RecurrentState)
 
     return jax.tree.map(lambda x: x if is_state(x) else cache_format(x), layers, is_leaf=is_state)
@@ -207,13 +207,13 @@ class Cache:
         capacity: Maximum number of real tokens per row.
     """
 
-    layers: tuple[Any, ...]
+    layers: tuple[PyTree, ...]
     length: Int[Array, "B"]
     segment: Int[Array, "B C"]
     capacity: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, layers: tuple[Any, ...], batch: int, capacity: int) -> Self:
+    def empty(cls, layers: tuple[PyTree, ...], batch: int, capacity: int) -> Self:
         """Create a cache with ``batch`` empty rows from the empty caches of the layers."""
         cache = cls(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, capacity), jnp.int32), capacity)
         return cache.remember_lengths(np.zeros(batch, np.int32))

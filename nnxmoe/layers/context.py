@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree, Shaped
 
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.cache import Cache, CacheMetadata, SlotMetadata
+from nnxmoe.layers.cache import Cache, CacheMetadata, SlotMetadata, TokenCache
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.rope import RotateFn, Rotations, compute_rotation
 
@@ -144,9 +144,9 @@ class Context:
         cls,
         ropes: tuple[Rope, ...],
         tokens: Int[Array, "B T"],
-        attention_mask: Any,
-        positions: Any,
-        segment_ids: Any,
+        attention_mask: Shaped[Array | np.ndarray, "B T"] | None,
+        positions: Int[Array | np.ndarray, "B T"] | None,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None,
         cache: Cache | None,
         key: Key[Array, ""] | None,
         fresh: bool,
@@ -172,7 +172,9 @@ class Context:
         context = cls(index, valid, segment, past, key, tokens, fresh=fresh and cache is not None)
         return context._rotating(ropes, jnp.asarray(positions)), advanced_cache
 
-    def append_to_cache(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
+    def append_to_cache(
+        self, cache: TokenCache | None, new: PyTree, window: int | None
+    ) -> tuple[TokenCache | None, PyTree, Mask]:
         """Append new tokens to a layer's cache.
 
         Args:
@@ -203,10 +205,10 @@ class Attention(Protocol):
     """
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
-    ) -> tuple[Float[Array, "B asked D"], Any]: ...
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None = None
+    ) -> tuple[Float[Array, "B asked D"], PyTree | None]: ...
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
         """Create a cache for ``capacity`` tokens per row. The ``lookahead`` most recent tokens may be discarded."""
         ...
 
@@ -218,7 +220,7 @@ class FeedForwardOutput(NamedTuple):
     """
 
     y: Float[Array, "B T D"]
-    info: Any
+    info: PyTree
 
 
 class FeedForward(Protocol):
@@ -234,7 +236,9 @@ class FeedForward(Protocol):
 
     name: ClassVar[str]
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Any: ...
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context | None = None
+    ) -> Float[Array, "B T D"] | FeedForwardOutput: ...
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Return whether a token's output is independent of all other tokens. ``key`` is `Context.key`."""

@@ -60,5 +60,5 @@ class GatedSharedExpert(MLP):
         super().__init__(dim, width, bias=False, **kw)
         self.output_gate = Linear((dim,), (1,), ("embed", "router"), **kw)
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
         return jax.nn.sigmoid(self.output_gate(x)) * super().__call__(x)

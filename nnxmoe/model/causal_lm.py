@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float, Key
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, PyTree
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
@@ -47,6 +50,8 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
 from nnxmoe.sharding import is_static, shard_batch
 
+AttentionT = TypeVar("AttentionT", bound=Attention)
+
 
 class CausalLM(nnx.Module):
     """A decoder-only transformer.
@@ -77,15 +82,15 @@ class CausalLM(nnx.Module):
     supports_mtp: ClassVar[bool] = False  # whether checkpoints of the family have multi-token prediction layers
     config: Any
 
-    def attention(self, index: int, **kw: Any) -> Attention:
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         """Build the attention of layer ``index``. ``kw`` contains ``dtype`` and ``rngs``, as in all builder methods."""
         raise TypeError("a model class must define attention(index, **kw)")
 
-    def feed_forward(self, index: int, **kw: Any) -> FeedForward:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> FeedForward:
         """Build the feed-forward of layer ``index``."""
         raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
 
-    def layer_type(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Hashable:
         """Return a hashable layer type. Consecutive layers of equal type form a stack.
 
         By default, the type is a pair: the sliding window, and whether the layer has experts. Override this method if
@@ -93,25 +98,27 @@ class CausalLM(nnx.Module):
         """
         return self.config.windows[index], self.config.sparse_layers[index]
 
-    def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
+    def layer(
+        self, index: int, form: type[Layer] = Layer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any
+    ) -> Layer:
         """Build layer ``index`` as an instance of ``form``. ``options`` are keyword arguments of ``form``."""
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        kw = ParamOptions(dtype=dtype, rngs=rngs)
         attention, feed_forward = self.attention(index, **kw), self.feed_forward(index, **kw)
         norm1, norm2 = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return form(norm1, attention, norm2, feed_forward, **options)
 
-    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
         """Convert the embedding ``x`` of ``tokens`` to the input of the first layer.
 
         The input is ``x``, or a pytree if layers pass more than hidden states to each other.
         """
         return x
 
-    def from_layer_output(self, x: Any) -> Float[Array, "B requested D"]:
+    def from_layer_output(self, x: PyTree) -> Float[Array, "B requested D"]:
         """Extract the hidden states from a layer's output. Inverse of `to_layer_input`."""
         return x
 
-    def mtp_hidden(self, before: Any, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
+    def mtp_hidden(self, before: PyTree, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
         """Return the states that prediction layers (`MTP`) read.
 
         Args:
@@ -123,7 +130,7 @@ class CausalLM(nnx.Module):
         """
         return after
 
-    def gqa(self, index: int, form: Callable[..., Any] = GQA, *, bias: bool, **options: Any) -> Any:
+    def gqa(self, index: int, form: Callable[..., AttentionT] = GQA, *, bias: bool, **options: Any) -> AttentionT:
         """Build grouped-query attention for layer ``index`` from the config.
 
         Args:
@@ -140,7 +147,7 @@ class CausalLM(nnx.Module):
         kw = {"rotary": c.rope, "window": c.windows[index], "attention_fn": self.strategy.attention_fn, **options}
         return form(dims, **kw)
 
-    def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
+    def moe(self, router: Router, width: int, shared: Callable[[Array], Array] | None = None, **options: Any) -> MoE:
         """Build a mixture-of-experts feed-forward with the strategy's dispatch and matrix product.
 
         Args:
@@ -160,11 +167,11 @@ class CausalLM(nnx.Module):
         c, s = self.config, self.strategy
         return form(c.vocab_size, c.hidden_size, mesh=s.mesh, rules=s.rules, **options)
 
-    def final_norm(self, **kw: Any) -> RMSNorm:
+    def final_norm(self, **kw: Unpack[ParamOptions]) -> RMSNorm:
         """Build the norm after the last layer."""
         return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw)
 
-    def output_head(self, **kw: Any) -> Linear | None:
+    def output_head(self, **kw: Unpack[ParamOptions]) -> Linear | None:
         """Build the output head. Returns None if the head is the embedding."""
         c = self.config
         return None if c.tie_word_embeddings else Linear((c.hidden_size,), (c.vocab_size,), ("embed", "vocab"), **kw)
@@ -175,10 +182,10 @@ class CausalLM(nnx.Module):
         strategy: Strategy | None = None,
         *,
         rngs: nnx.Rngs | None,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         mtp: bool = False,
     ):
-        strategy, dtype = strategy or Strategy(), floating_dtype(type(self).__name__, "dtype", dtype)
+        strategy, param_dtype = strategy or Strategy(), floating_dtype(type(self).__name__, "dtype", dtype)
         check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
         build_mtp = self._prediction_layers() if mtp else lambda **kw: []
@@ -187,7 +194,7 @@ class CausalLM(nnx.Module):
         self.merged: Any = None  # adapters that `nnxmoe.train.lora.merge` has folded into the weights
 
         def parts(key: Array | None) -> dict[str, Any]:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
+            kw = ParamOptions(dtype=param_dtype, rngs=None if key is None else nnx.Rngs(key))
             return {
                 "embed": self.embedding(**kw),
                 "stacks": nnx.List(stacks_of(self, strategy, **kw)),
@@ -200,7 +207,7 @@ class CausalLM(nnx.Module):
         modules = parts(None if strategy.mesh is not None else key)
         self.mtp: nnx.List[Any] = modules["mtp"]
         self.embed, self.stacks, self.norm, self.head = (modules[name] for name in ("embed", "stacks", "norm", "head"))
-        self.dtype, self.mesh = jnp.dtype(strategy.compute_dtype or dtype), strategy.mesh
+        self.dtype, self.mesh = jnp.dtype(strategy.compute_dtype or param_dtype), strategy.mesh
         ropes = (getattr(part, "rotary", None) for _, part in nnx.iter_graph(self.stacks))
         self.cache_format, self.ropes = strategy.cache, tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
         if strategy.mesh is not None:
@@ -231,7 +238,7 @@ class CausalLM(nnx.Module):
         return "\n".join((repr(self), *children(parts, "  ")))
 
     @classmethod
-    def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
+    def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> Self:
         """Load a checkpoint with `nnxmoe.from_pretrained`.
 
         Raises:
@@ -381,7 +388,7 @@ class CausalLM(nnx.Module):
         cache: Cache | None,
         key: Key[Array, ""] | None,
         fresh: bool,
-    ) -> tuple[Any, Context, Cache | None]:
+    ) -> tuple[PyTree, Context, Cache | None]:
         """Embed tokens.
 
         Returns:
@@ -452,7 +459,7 @@ class CausalLM(nnx.Module):
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype, lookahead) for stack in self.stacks)
         return self.cache_of(layers, batch, capacity)
 
-    def cache_of(self, layers: tuple[Any, ...], batch: int, capacity: int) -> Cache:
+    def cache_of(self, layers: tuple[PyTree, ...], batch: int, capacity: int) -> Cache:
         """Build a `Cache` from the layers' empty caches, in the strategy's format."""
         return Cache.empty(format_caches(layers, self.cache_format), batch, capacity)
 
@@ -465,7 +472,7 @@ class CausalLM(nnx.Module):
         return min((rope.max_positions for rope in self.ropes if isinstance(rope, DynamicRope)), default=None)
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raise ValueError unless the argument ``model`` is a `CausalLM`."""
     if not isinstance(model, CausalLM):
         raise ValueError(f"model is a {type(model).__name__}: pass an nnxmoe model")

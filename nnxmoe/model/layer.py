@@ -6,10 +6,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from nnxmoe.layers.context import Attention, Context, FeedForward, FeedForwardOutput, check_call, token_independent
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.moe.block import MoEInfo
 
 
 class LayerOutput(NamedTuple):
@@ -21,9 +22,9 @@ class LayerOutput(NamedTuple):
         info: `MoEInfo` of the feed-forward. None if the feed-forward is dense.
     """
 
-    x: Any
-    cache: Any
-    info: Any
+    x: PyTree
+    cache: PyTree | None
+    info: MoEInfo | None
 
 
 class Layer(nnx.Module):
@@ -63,7 +64,7 @@ class Layer(nnx.Module):
         self.store_feed_forward(feed_forward, norm=feed_forward_norm, post_norm=post_norms[1])
         self.scale = scale
 
-    def store_feed_forward(self, part: "FeedForward | EmptyPart", **around: Any) -> None:
+    def store_feed_forward(self, part: "FeedForward | EmptyPart", **around: nnx.Module | None) -> None:
         """Assign the feed-forward to the attribute named by ``part.name`` (default ``mlp``).
 
         Args:
@@ -75,7 +76,7 @@ class Layer(nnx.Module):
         for suffix, module in around.items():
             setattr(self, f"feed_forward_{suffix}", module)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Assign a part. Translates the prefix ``feed_forward`` to ``moe`` or ``mlp``.
 
         Raises:
@@ -98,17 +99,17 @@ class Layer(nnx.Module):
         return "moe" if "moe" in vars(self) else "mlp"
 
     @property
-    def feed_forward(self) -> Any:
+    def feed_forward(self) -> FeedForward:
         """The feed-forward: ``moe`` in a layer with experts, ``mlp`` in a dense layer."""
         return getattr(self, self.feed_forward_name)
 
     @property
-    def feed_forward_norm(self) -> Any:
+    def feed_forward_norm(self) -> RMSNorm:
         """Norm of the feed-forward's input: ``moe_norm`` or ``mlp_norm``."""
         return getattr(self, f"{self.feed_forward_name}_norm")
 
     @property
-    def feed_forward_post_norm(self) -> Any:
+    def feed_forward_post_norm(self) -> RMSNorm | None:
         """Norm of the feed-forward's output, ``moe_post_norm`` or ``mlp_post_norm``. None without such a norm."""
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
@@ -116,7 +117,7 @@ class Layer(nnx.Module):
         """Return whether the feed-forward declares that its output for a token does not depend on other tokens."""
         return token_independent(self.feed_forward, key)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
         """Create an empty cache for the attention.
 
         Raises:
@@ -129,15 +130,15 @@ class Layer(nnx.Module):
             )
         return self.attention.empty_cache(batch, capacity, dtype, lookahead)
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
         update, cache = self.attention_branch(x, context=context, cache=cache)
         x = context.output_tokens(x) + update
         update, info = self.feed_forward_branch(x, context=context)
         return LayerOutput(x + update, cache, info)
 
     def attention_branch(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B requested D"], Any]:
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None
+    ) -> tuple[Float[Array, "B requested D"], PyTree | None]:
         """Compute the attention's contribution to the hidden states ``x``.
 
         Returns:
@@ -197,7 +198,7 @@ class SingleLayer(Layer):
         self.store_feed_forward(feed_forward, norm=None if is_attention else norm, post_norm=None)
         self.scale = 1.0
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None = None) -> LayerOutput:
         if isinstance(self.attention, EmptyPart):
             update, info = self.feed_forward_branch(x := context.output_tokens(x), context=context)
             return LayerOutput(x + update, cache, info)

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import OutputRequest
@@ -45,11 +45,11 @@ class Body:
         mtp_hidden: States that prediction layers read (`CausalLM.mtp_hidden`). None for stacks.
     """
 
-    x: Any
-    cache: Any
+    x: PyTree
+    cache: PyTree
     infos: ByLayer
-    hidden: tuple[Any, ...]
-    mtp_hidden: Any = None
+    hidden: tuple[PyTree, ...]
+    mtp_hidden: PyTree = None
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.validate import set_positive
@@ -157,7 +157,7 @@ class PipelinedStack(ScannedStack):
         stacks = [super().unrolled(place), *([] if self.rest is None else [self.rest.unrolled(place)])]
         return UnrolledStack([layer for stack in stacks for layer in stack.layers], self.remat)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
         """Create caches for the layers in the pipeline and for the remaining layers."""
         self.refuse_decoding()
         rest = () if self.rest is None else (self.rest.empty_cache(batch, capacity, dtype, lookahead),)
@@ -171,7 +171,9 @@ class PipelinedStack(ScannedStack):
                 f"a mesh with {AXIS}=1 and more devices along expert, tensor or fsdp"
             )
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None, first: int | Int[Array, ""] = 0
+    ) -> Body:
         run = super().__call__ if stages_of(self.mesh) == 1 else self._in_stages
         caches = (None, None) if cache is None else cache
         outputs, depths = [run(x, context=context, cache=caches[0], first=first)], [self.count]
@@ -181,7 +183,9 @@ class PipelinedStack(ScannedStack):
         out = concatenate_layers(outputs[-1].x, outputs, depths)
         return dataclasses.replace(out, cache=None if cache is None else out.cache)
 
-    def _in_stages(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
+    def _in_stages(
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None, first: int | Int[Array, ""]
+    ) -> Body:
         """Compute the layers as a pipeline. The `shard_map` is manual over the axis ``pipe`` only."""
         assert self.mesh is not None and cache is None
         if is_captured(self.layer):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.layers.context import Context
@@ -27,14 +27,14 @@ def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(rngs.params(), jnp.arange(count))
 
 
-def by_layer(stacked: Any) -> ByLayer:
+def by_layer(stacked: PyTree) -> ByLayer:
     """Split a pytree of arrays ``[L, …]`` into one pytree per layer. Returns an empty `ByLayer` for None."""
     leaves = jax.tree.leaves(stacked)
     count = leaves[0].shape[0] if leaves else 0
     return ByLayer({i: jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)})
 
 
-def concatenate_layers(x: Any, outputs: Sequence[Body], depths: Sequence[int]) -> Body:
+def concatenate_layers(x: PyTree, outputs: Sequence[Body], depths: Sequence[int]) -> Body:
     """Join the outputs of consecutive stacks.
 
     Args:
@@ -91,7 +91,7 @@ class UnrolledStack(nnx.Module):
         """Number of layers."""
         return len(self.layers)
 
-    def __call__(self, x: Any, context: Context, cache: Any) -> Body:
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None) -> Body:
         """Compute the layers in order."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
@@ -105,13 +105,13 @@ class UnrolledStack(nnx.Module):
             hidden += [x] if context.request.all_hidden else []
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
         """Create one empty cache per layer."""
         return tuple(layer.empty_cache(batch, capacity, dtype, lookahead) for layer in self.layers)
 
 
 def scan_layers(
-    layer: Layer, state: Any, remat: Remat | None, x: Any, context: Context, cache: Any, first: Any
+    layer: Layer, state: Any, remat: Remat | None, x: PyTree, context: Context, cache: PyTree | None, first: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Scan over layers with the structure of ``layer`` and the stacked parameters ``state``.
 
@@ -190,16 +190,17 @@ class ScannedStack(nnx.Module):
         """Return whether the feed-forwards of the layers are token-independent."""
         return self.layer.token_independent(key)
 
-    def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None, first: int | Int[Array, ""] = 0) -> Body:
         """Scan over the layers. ``first`` is the index of the first layer if the layers are part of a larger stack."""
         if not is_stateful(self.layer):
             state = nnx.state(self.layer)
             out, new_cache, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
-        if is_stateful(self.layer):  # checked again, because tracing the scan detects stateful layers
-            return self._in_turn(x, context, cache, first)
-        return Body(out, new_cache, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
+            if not is_stateful(self.layer):  # checked again, because tracing the scan detects stateful layers
+                outputs = () if hidden is None else tuple(by_layer(hidden).values())
+                return Body(out, new_cache, by_layer(infos), outputs)
+        return self._in_turn(x, context, cache, first)
 
-    def _in_turn(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
+    def _in_turn(self, x: PyTree, context: Context, cache: PyTree | None, first: int | Int[Array, ""]) -> Body:
         """Compute stateful layers in a Python loop.
 
         Calls the module once per layer, with the layer's parameters, so that the module sows one value per layer.
@@ -226,7 +227,7 @@ class ScannedStack(nnx.Module):
         cache = None if cache is None else jax.tree.map(lambda *arrays: jnp.stack(arrays), *caches)
         return Body(x, cache, infos, tuple(hidden))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
         """Create the layers' empty caches, stacked along a leading axis."""
         graph, state = nnx.split(self.layer)
         layer = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.layers.context import Context, FeedForward, FeedForwardOutput, token_independent
+from nnxmoe.layers.context import Context, FeedForwardOutput, token_independent
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
@@ -26,7 +26,7 @@ class MoEInfo:
         dispatch: Dispatch statistics.
     """
 
-    routing: Any
+    routing: PyTree
     dispatch: DispatchInfo
 
 
@@ -49,7 +49,7 @@ class MoE(nnx.Module):
         router: Router,
         experts: Experts,
         dispatch: Dispatch,
-        shared: FeedForward | None,
+        shared: Callable[[Array], Array] | None,
         mesh: AnyMesh | None = None,
         norm: Callable[[Array], Array] | None = None,
     ):

@@ -8,7 +8,7 @@ to experts, and the output for padding is 0.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,9 @@ def expert_row_axes(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
-def dispatch_info(routing: Routing, dropped: Any = 0, dropped_by_shard: Any = None) -> DispatchInfo:
+def dispatch_info(
+    routing: Routing, dropped: int | Int[Array, ""] = 0, dropped_by_shard: Int[Array, "S"] | None = None
+) -> DispatchInfo:
     """Count the assignments per expert over all shards. ``dropped_by_shard`` defaults to a single shard."""
     dropped = jnp.asarray(dropped, jnp.int32)
     dropped_by_shard = dropped[None] if dropped_by_shard is None else dropped_by_shard

@@ -65,8 +65,8 @@ def of_nnxmoe(folder: str, way: str, given: list[Job], slots: int) -> Callable[[
 
     def repeat_the_prompt(logits: Any, history: History) -> Any:
         """An answer that copies: the id that stands as far back as the prompt is long."""
-        back = history.count - history.new_count
-        last = jnp.take_along_axis(history.ids, (history.count - back)[:, None], axis=1)
+        back = history.length - history.new_count
+        last = jnp.take_along_axis(history.ids, (history.length - back)[:, None], axis=1)
         return logits.at[jnp.arange(len(logits))[:, None], last].add(1e4)
 
     def lookup() -> None:

@@ -368,7 +368,7 @@ def test_logits_are_changed_by_what_is_asked() -> None:
     def even(logits: jax.Array, history: History) -> jax.Array:
         """Only even ids after an odd number of ids, and odd ones after an even number."""
         ids = jnp.arange(logits.shape[1])
-        return jnp.where((ids[None] + history.count[:, None]) % 2 == 1, logits, -jnp.inf)
+        return jnp.where((ids[None] + history.length[:, None]) % 2 == 1, logits, -jnp.inf)
 
     one = run(Engine(model, slots=1, capacity=CAPACITY, logits_processor=even), [(prompt, RequestOptions(8))])[0].ids
     assert [id % 2 for id in one] == [0, 1] * 4

@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> None:
         messages = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         print(f"you:  {question}")
-        stream, answer = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=options.max_new_tokens), ""
+        stream = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=options.max_new_tokens)
+        answer, started, first = "", 0.0, 0
         for piece in stream:
             if not answer:
                 started, first = time.perf_counter(), stream.tokens

@@ -136,8 +136,8 @@ def draft_of(choice: DraftChoice | None, model: nnxmoe.CausalLM) -> Any:
     if choice is None or choice.source == "auto":
         return None if choice is None else "auto"
     if choice.source == "prompt":
-        return nnxmoe.PromptLookup(choice.count or 7)
-    return nnxmoe.MTPDraft.of(model, choice.count or 1)
+        return nnxmoe.PromptLookup(choice.drafts or 7)
+    return nnxmoe.MTPDraft.of(model, choice.drafts or 1)
 
 
 class Speed:

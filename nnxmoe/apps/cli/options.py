@@ -104,11 +104,11 @@ class DraftChoice(NamedTuple):
 
     Attributes:
         source: prompt, mtp or auto.
-        count: Drafts per step. `None` if the option does not set it.
+        drafts: Drafts per step. `None` if the option does not set it.
     """
 
     source: str
-    count: int | None
+    drafts: int | None
 
 
 def _draft(text: str) -> DraftChoice:

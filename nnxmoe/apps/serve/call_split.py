@@ -23,13 +23,13 @@ class CallPiece(NamedTuple):
     """Piece of a tool call.
 
     Attributes:
-        index: Index of the call in the answer.
+        call_index: Index of the call in the answer.
         arguments: Next piece of the arguments.
         name: Name of the tool in the first piece, else `None`.
         id: Id of the call in the first piece, else `None`.
     """
 
-    index: int
+    call_index: int
     arguments: str = ""
     name: str | None = None
     id: str | None = None

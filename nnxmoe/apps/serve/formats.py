@@ -193,12 +193,12 @@ def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:
     """
     calls: dict[int, Json] = {}
     for piece in pieces:
-        if piece.index not in calls:
+        if piece.call_index not in calls:
             identity = {} if piece.name is None else {"id": piece.id, "type": "function"}
             function = {} if piece.name is None else {"name": piece.name}
-            index_field = {} if whole else {"index": piece.index}
-            calls[piece.index] = {**index_field, **identity, "function": {**function, "arguments": ""}}
-        calls[piece.index]["function"]["arguments"] += piece.arguments
+            index_field = {} if whole else {"index": piece.call_index}
+            calls[piece.call_index] = {**index_field, **identity, "function": {**function, "arguments": ""}}
+        calls[piece.call_index]["function"]["arguments"] += piece.arguments
     return list(calls.values())
 
 

@@ -71,7 +71,7 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
         with self._busy:
             return
 
-    async def _open_and_write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
+    async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
         """Write one chunk of rows at a time. Orbax would need memory for the whole array and a compressed copy."""
         with self._busy:
             try:

@@ -168,8 +168,8 @@ class IndexedGQA(GQA):
         self.indexer, self.topk = indexer, indexer.topk
 
     def _append_to_cache(
-        self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
-    ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
+        self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: TokenCache | None
+    ) -> tuple[TokenCache | None, Array, Array, Mask, AttentionFn]:
         new_values = k, v, self.indexer.keys(x, context=context)
         cache, (k, v, index_keys), mask = context.append_to_cache(cache, new_values, None)
         attention_fn = self.attention_fn

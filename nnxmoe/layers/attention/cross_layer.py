@@ -10,6 +10,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims, KeysValuesMask
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
+from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
@@ -37,8 +38,8 @@ class ValueNormGQA(GQA):
         return k, rms_normalize(k if self.keys_as_values else self.v(x), self.eps)
 
     def attend_and_share(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
+        self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None
+    ) -> tuple[Float[Array, "B asked D"], TokenCache | None, KeysValuesMask]:
         """Return the output, the cache, and the keys, values and mask that later `CrossLayerAttention` layers use."""
         return self._attend(x, context=context, cache=cache)
 
@@ -75,13 +76,15 @@ class CrossLayerAttention(nnx.Module):
         self.o = Linear(head_shape, (dims.dim,), (*axes, "embed"), bias=dims.bias, **kw)
 
     def __call__(
-        self, x: Float[Array, "B T D"], keys_values: KeysValuesMask, context: Context
-    ) -> Float[Array, "B asked D"]:
-        k, v, mask = keys_values
+        self, x: Float[Array, "B T D"], context: Context, cache: KeysValuesMask | None = None
+    ) -> tuple[Float[Array, "B asked D"], KeysValuesMask]:
+        """Attend to ``cache``: the keys, values and mask of the earlier layer."""
+        assert cache is not None
+        k, v, mask = cache
         mask = context.output_queries(mask)
         q = context.rotated(self.q_norm(self.q(context.output_tokens(x))), self.rotary, rotate_halves)
         heads = self.attention_fn(jnp.swapaxes(q, 1, 2), k, v, MaskedSoftmax(mask, self.scale))
-        return self.o(jnp.swapaxes(heads, 1, 2))
+        return self.o(jnp.swapaxes(heads, 1, 2)), cache
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
         """Return (multiplications per query-key pair, keys per query) for queries that follow ``keys`` tokens."""

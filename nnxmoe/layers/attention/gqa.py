@@ -216,8 +216,8 @@ class GQA(nnx.Module):
         return y, cache
 
     def _attend(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
+        self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None
+    ) -> tuple[Float[Array, "B asked D"], TokenCache | None, KeysValuesMask]:
         """Return the output, the cache, and the keys, values and mask that the queries attend to."""
         q, gate_inputs = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
         k, v = self.project_kv(x)
@@ -249,8 +249,8 @@ class GQA(nnx.Module):
         k: Float[Array, "B K T H"],
         v: Float[Array, "B K T W"],
         context: Context,
-        cache: Any,
-    ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
+        cache: TokenCache | None,
+    ) -> tuple[TokenCache | None, Array, Array, Mask, AttentionFn]:
         """Append keys and values to the cache.
 
         Returns:

@@ -61,7 +61,7 @@ class LatentExpansion:
 
     heads: int
     nope: int
-    dtype: Any
+    dtype: jnp.dtype
 
     def __call__(
         self, latents: Float[Array, "B S latent_and_rope"], kv_b: Kernel

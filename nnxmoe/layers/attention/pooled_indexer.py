@@ -1,13 +1,13 @@
 """Indexer that selects pools of consecutive keys (GLM-5.3, 2026)."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.attention.indexer import Indexer, gather_or_none, select_keys, sort_padding_last
 from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots
 from nnxmoe.layers.cache import SlotMetadata
@@ -31,7 +31,7 @@ class PooledIndexer(Indexer):
         **kw: Parameter dtype and rngs.
     """
 
-    def __init__(self, dim: int, q_rank: int, heads: int, head_dim: int, *, pool: int, **kw: Any):
+    def __init__(self, dim: int, q_rank: int, heads: int, head_dim: int, *, pool: int, **kw: Unpack[ParamOptions]):
         super().__init__(dim, q_rank, heads, head_dim, rotary=None, rotate=rotate_halves, **kw)
         self.pool = pool
         self.gate = Linear((dim,), (head_dim,), ("embed", "latent"), **kw)

@@ -7,7 +7,7 @@ query's position.
 
 import dataclasses
 import math
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,9 @@ class SharedKVDims:
     o_rank: int
     groups: int
 
+
+EntryCaches = tuple[CompressedCache | None, CompressedCache | None]
+"""Caches of the compressed entries and of the index."""
 
 IndexQueries = tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]
 """Queries and head weights of an `EntryIndexer`."""
@@ -174,7 +177,7 @@ class SharedKV(nnx.Module):
         q = context.rotated(rms_normalize(self.q_b(q_latent), self.eps), self.rotary, self.rotate)
         kv = context.rotated(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
         window, kv, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
-        entry_caches: tuple[Any, Any] = None, None
+        entry_caches: EntryCaches = None, None
         if self.compressor is None:
             kv, q = kv[:, None].astype(q.dtype), jnp.swapaxes(q, 1, 2)
             heads = jnp.swapaxes(self.attention_fn(q, kv, kv, self._softmax(mask)), 1, 2)
@@ -187,7 +190,7 @@ class SharedKV(nnx.Module):
             heads = self._attend(q, kv, mask, rows, entries, index_queries)
         heads = context.rotated(heads, self.rotary, self.rotate.inverse)
         y = self.o_b(self._project_groups(heads))
-        return y, None if cache is None else SharedKVCache(window, *entry_caches)
+        return y, None if window is None else SharedKVCache(window, *entry_caches)
 
     def _project_groups(self, heads: Float[Array, "B asked N H"]) -> Float[Array, "B asked groups rank"]:
         """Apply the first kernel of the output projection, ``o_a``, to each group of heads."""
@@ -198,7 +201,7 @@ class SharedKV(nnx.Module):
 
     def _compress(
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: SharedKVCache | None
-    ) -> tuple[tuple[Any, Any], Entries]:
+    ) -> tuple[EntryCaches, Entries]:
         """Return the caches of the entries and of the indexer, and the entries.
 
         `Entries.index_keys` is ``None`` unless there are more entries than the indexer selects.

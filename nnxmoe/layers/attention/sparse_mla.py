@@ -30,13 +30,15 @@ class SparseMLA(MLA):
         super().__init__(dims, **options)
         self.indexer, self.topk = indexer, topk
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[Any, Any]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
+    ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
         y, _, cache = self.attend_sparse(x, None, context=context, cache=cache)
         return y, cache
 
     def attend_sparse(
-        self, x: Float[Array, "B T D"], selected: SelectedSlots | None, context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], SelectedSlots | None, Any]:
+        self, x: Float[Array, "B T D"], selected: SelectedSlots | None, context: Context, cache: TokenCache | None
+    ) -> tuple[Float[Array, "B asked D"], SelectedSlots | None, TokenCache | None]:
         """Attend to selected keys.
 
         Args:

@@ -142,7 +142,7 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: RecurrentState | None = None
     ) -> tuple[Float[Array, "B asked D"], RecurrentState | None]:
         tokens = OrderedTokens.from_context(context, x.shape[0], x.shape[1], cached=cache is not None)
-        qkv, z, b, a = self.project(tokens.sort(x))
+        qkv, z, b, a = self._project_tokens(tokens.sort(x))
         if cache is None or context.past is None:
             state, window = self._empty_state(x.shape[0], x.dtype)
         else:
@@ -158,6 +158,9 @@ class GatedDeltaNet(nnx.Module):
             cache = cache.write((states, windows), tokens.row_index(token_index))
         heads, z = (context.output_tokens(tokens.unsort(a)) for a in (heads.astype(x.dtype), z))
         return self.out(self.norm(heads, z)), cache
+
+    def _project_tokens(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
+        return self.project(x)
 
     def _delta_inputs(self, tokens: OrderedTokens, qkv: Array, b: Array, a: Array) -> DeltaInputs:
         dims, lead = self.dims, qkv.shape[:2]

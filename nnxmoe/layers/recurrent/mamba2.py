@@ -16,21 +16,6 @@ from nnxmoe.layers.recurrent.delta_rule import DeltaInputs
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
 
-class MambaProjection(Linear):
-    """Input projection with a fused kernel for gates, convolution inputs and step sizes."""
-
-    def __init__(self, dims: DeltaDims, *, bias: bool, **kw: Unpack[ParamOptions]):
-        width = dims.values * dims.value_dim + dims.channels + dims.values
-        super().__init__((dims.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
-        self.dims = dims
-
-    def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
-        dims = self.dims
-        gate_width = dims.values * dims.value_dim
-        z, conv_inputs, steps = jnp.split(super().__call__(x), (gate_width, gate_width + dims.channels), axis=-1)
-        return conv_inputs, z.reshape(*x.shape[:2], dims.values, dims.value_dim), steps, steps
-
-
 class GroupedGatedNorm(nnx.Module):
     """Float32 RMS normalization of ``x * silu(gate)`` per group of consecutive heads, followed by a scale.
 
@@ -85,13 +70,21 @@ class Mamba2(GatedDeltaNet):
         **kw: Unpack[ParamOptions],
     ):
         self.dims, self.min_step, self.mesh, self.recurrence = dims, min_step, mesh, None
-        self.project = MambaProjection(dims, bias=bias, **kw)
+        width = dims.values * dims.value_dim + dims.channels + dims.values
+        self.project = Linear((dims.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
         self.conv = ShortConv(dims.channels, taps, bias=conv_bias, **kw)
         self.a_log = parameter((dims.values,), ("heads",), init_log_rates, **kw)
         self.dt_bias, self.d = (parameter((dims.values,), ("heads",), nnx.initializers.ones, **kw) for _ in range(2))
         self.norm = GroupedGatedNorm(dims, dims.keys, eps, **kw)
         axes = ("heads", "head", "embed")
         self.out = Linear((dims.values, dims.value_dim), (dims.dim,), axes, bias=bias, **kw)
+
+    def _project_tokens(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
+        """Split the outputs of the fused kernel: gates, convolution inputs and step sizes."""
+        dims = self.dims
+        gate_width = dims.values * dims.value_dim
+        z, conv_inputs, steps = jnp.split(self.project(x), (gate_width, gate_width + dims.channels), axis=-1)
+        return conv_inputs, z.reshape(*x.shape[:2], dims.values, dims.value_dim), steps, steps
 
     def _delta_inputs(self, tokens: OrderedTokens, qkv: Array, b: Array, a: Array) -> DeltaInputs:
         dims, lead, qkv = self.dims, qkv.shape[:2], qkv.astype(jnp.float32)

@@ -132,9 +132,10 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
 def _items(data: bytes, path: Path) -> Iterator[bytes]:
     """Yield the items of a JSON array as lines. Raises DataError if the array is not valid JSON."""
     decode, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+    number = 0
     try:
         text = data.decode()
-        position, number = _skip_space(space, text, text.index("[") + 1), 0
+        position = _skip_space(space, text, text.index("[") + 1)
         while text[position : position + 1] != "]":
             number += 1
             end = decode(text, position)[1]

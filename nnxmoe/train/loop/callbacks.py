@@ -34,7 +34,7 @@ class _FolderWriter:
         broadcast_text(lambda: refuse_unless_writable(self.folder) or "")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         pass
 
 
