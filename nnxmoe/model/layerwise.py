@@ -129,7 +129,7 @@ class _Parts(NamedTuple):
     runs: list[_Run]
     outer_leaves: list[int]  # indices of the arrays outside of the layers
     embed: Callable[..., Any]
-    finish: Callable[..., Body]
+    finish: Callable[..., tuple[Array, tuple[Array, ...], Array]]
     logits: Callable[..., Any]
 
 

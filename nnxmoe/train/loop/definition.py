@@ -129,7 +129,7 @@ class StepDefinition:
 
     def _update(
         self, state: TrainState, grads: dict[str, Array], losses: Losses, loss_of: Callable[[Any], Array]
-    ) -> tuple[dict[str, Array], Any, Any]:
+    ) -> tuple[Any, Any, Any]:
         """Compute the new parameters, the optimizer's new state and the updates."""
         options = {"value": losses.total, "grad": grads, "value_fn": loss_of}
         updates, moments = self.optimizer.update(grads, state.moments, state.params, **options)
