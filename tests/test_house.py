@@ -215,7 +215,7 @@ def test_functions_are_short_and_take_few_parameters() -> None:
 
 
 SMALL = {"nnxmoe", "jax", "jaxtyping", "jinja2", "markupsafe", "safetensors", "tokenizers", "tqdm"}
-SMALL |= {"typeguard"}  # jaxtyping imports it where it is installed, such as with tokamax
+SMALL |= {"wadler_lindig", "typeguard"}  # imported by jaxtyping, typeguard only if it is installed, as with tokamax
 IMPORT = """
 import json, sys
 import jax, flax.nnx
