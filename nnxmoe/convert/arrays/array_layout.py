@@ -154,8 +154,8 @@ class Rearrange:
     @property
     def inverse(self) -> "Rearrange":
         """Rearrangement from ``target`` back to ``source``."""
-        split = tuple(self.split[i] for i in self.order)
-        return Rearrange(self.target, split, tuple(map(int, np.argsort(self.order))), self.source)
+        split_shape = tuple(self.split[i] for i in self.order)
+        return Rearrange(self.target, split_shape, tuple(map(int, np.argsort(self.order))), self.source)
 
     def __call__(self, array: Any) -> Any:
         return array.reshape(self.split).transpose(self.order).reshape(self.target)
@@ -196,8 +196,8 @@ class ValueChange:
             return array
         shape, ndim = tuple(array.shape), len(array.shape)
         half = shape[-1] // 2
-        split = (half, 2) if self.features == "halves" else (2, half)
-        return Rearrange(shape, (*shape[:-1], *split), (*range(ndim - 1), ndim, ndim - 1), shape)(array)
+        split_sizes = (half, 2) if self.features == "halves" else (2, half)
+        return Rearrange(shape, (*shape[:-1], *split_sizes), (*range(ndim - 1), ndim, ndim - 1), shape)(array)
 
     def _scale(self, array: AnyArray) -> AnyArray:
         if self.times != 1:

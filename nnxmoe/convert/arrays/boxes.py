@@ -24,9 +24,9 @@ def overlap(a: Box, b: Box) -> Box | None:
     return intersection if all(extent.start < extent.stop for extent in intersection) else None
 
 
-def within(box: Box, outer: Box) -> Box:
+def within(box: Box, outer_box: Box) -> Box:
     """Return a box relative to the start of an outer box."""
-    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, outer, strict=True))
+    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, outer_box, strict=True))
 
 
 def hull(boxes: Iterable[Box]) -> Box:
@@ -35,16 +35,16 @@ def hull(boxes: Iterable[Box]) -> Box:
     return tuple(slice(min(part.start for part in parts), max(part.stop for part in parts)) for parts in dimensions)
 
 
-def hull_of_range(shape: tuple[int, ...], low: int, high: int) -> Box:
-    """Return the smallest box that contains the values ``low`` to ``high - 1`` of the flattened array."""
+def hull_of_range(shape: tuple[int, ...], start: int, stop: int) -> Box:
+    """Return the smallest box that contains the values ``start`` to ``stop - 1`` of the flattened array."""
     if not shape:
         return ()
     row_size = math.prod(shape[1:])
-    first_row, last_row = low // row_size, (high - 1) // row_size
+    first_row, last_row = start // row_size, (stop - 1) // row_size
     if first_row < last_row:
         return slice(first_row, last_row + 1), *whole(shape[1:])
     return slice(first_row, last_row + 1), *hull_of_range(
-        shape[1:], low - first_row * row_size, high - first_row * row_size
+        shape[1:], start - first_row * row_size, stop - first_row * row_size
     )
 
 
@@ -52,14 +52,14 @@ def matching_dimensions(shape: tuple[int, ...], other_shape: tuple[int, ...]) ->
     """Yield the shortest runs of consecutive dimensions of two shapes that have equal numbers of values."""
     i = j = 0
     while i < len(shape) or j < len(other_shape):
-        first, a, b = (i, j), shape[i], other_shape[j]
+        starts, a, b = (i, j), shape[i], other_shape[j]
         i, j = i + 1, j + 1
         while a != b or (i == len(shape)) != (j == len(other_shape)):
             if a < b or j == len(other_shape):
                 a, i = a * shape[i], i + 1
             else:
                 b, j = b * other_shape[j], j + 1
-        yield slice(first[0], i), slice(first[1], j)
+        yield slice(starts[0], i), slice(starts[1], j)
 
 
 def reshape_box(box: Box, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Box:
@@ -70,10 +70,10 @@ def reshape_box(box: Box, shape: tuple[int, ...], new_shape: tuple[int, ...]) ->
     reshaped: Box = ()
     for dimensions, other_dimensions in matching_dimensions(shape, new_shape):
         part, part_shape, new_part_shape = box[dimensions], shape[dimensions], new_shape[other_dimensions]
-        low = _flat_index([extent.start for extent in part], part_shape)
-        high = _flat_index([extent.stop - 1 for extent in part], part_shape) + 1
-        new_box = hull_of_range(new_part_shape, low, high)
-        if not high - low == math.prod(sizes(part)) == math.prod(sizes(new_box)):
+        start = _flat_index([extent.start for extent in part], part_shape)
+        stop = _flat_index([extent.stop - 1 for extent in part], part_shape) + 1
+        new_box = hull_of_range(new_part_shape, start, stop)
+        if not stop - start == math.prod(sizes(part)) == math.prod(sizes(new_box)):
             raise ValueError(
                 f"dimensions {part_shape} and {new_part_shape} can be sharded by whole rows only, got {part}: change "
                 "the sharding rules"

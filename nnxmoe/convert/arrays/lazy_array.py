@@ -199,10 +199,10 @@ class LazyArray:
         def read(box: Box, empty: Empty) -> np.ndarray:
             indices = entries[box[axis]]
             is_range = isinstance(indices, range)
-            first, last = (indices[0], indices[-1]) if is_range else (int(indices.min()), int(indices.max()))
-            source_box = (*box[:axis], slice(first, last + 1), *box[axis + 1 :])
+            min_index, max_index = (indices[0], indices[-1]) if is_range else (int(indices.min()), int(indices.max()))
+            source_box = (*box[:axis], slice(min_index, max_index + 1), *box[axis + 1 :])
             if not isinstance(indices, range):
-                return np.take(self.read_box(source_box, np.empty), indices - first, axis)
+                return np.take(self.read_box(source_box, np.empty), indices - min_index, axis)
             if indices.step == 1:
                 return self.read_box(source_box, empty)
             return self.read_box(source_box, np.empty)[(*leading_slices, slice(None, None, indices.step))]

@@ -85,8 +85,8 @@ def compare_arrays(
     for name, layout in layouts.items():
         if name in arrays:
             wrong += _differences(name, layout, arrays[name])
-    missing = tuple(sorted(layouts.keys() - arrays.keys()))
-    return dataclasses.replace(report, missing=missing, unexpected=unexpected, wrong=tuple(wrong))
+    missing_names = tuple(sorted(layouts.keys() - arrays.keys()))
+    return dataclasses.replace(report, missing=missing_names, unexpected=unexpected, wrong=tuple(wrong))
 
 
 def _differences(name: str, layout: ArrayLayout, array: LazyArray) -> Iterator[str]:

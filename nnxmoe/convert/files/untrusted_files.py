@@ -83,7 +83,7 @@ def read_object(
     return value
 
 
-def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError], *, strict: bool = True) -> object:
+def parse_json(data: bytes, source: str | Path, remedy: str, error: type[ValueError], *, strict: bool = True) -> object:
     """Parse JSON. Raises ``error`` for a duplicate name in an object and, if ``strict``, for NaN and Infinity."""
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -91,11 +91,11 @@ def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueErr
         if len(result) != len(pairs):
             names: set[str] = set()
             duplicate = next(name for name, _ in pairs if name in names or names.add(name))
-            raise error(f"{where}: the name {short(duplicate)} occurs twice in one object; {remedy}")
+            raise error(f"{source}: the name {short(duplicate)} occurs twice in one object; {remedy}")
         return result
 
     def reject(constant: str) -> NoReturn:
-        raise error(f"{where} is not valid JSON: {constant} is not a JSON number; {remedy}")
+        raise error(f"{source} is not valid JSON: {constant} is not a JSON number; {remedy}")
 
     def parse_finite(text: str) -> float:
         return float(text) if math.isfinite(float(text)) else reject(short(text))
@@ -106,7 +106,7 @@ def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueErr
     except error:
         raise
     except (ValueError, RecursionError) as failure:
-        raise error(f"{where} is not valid JSON: {failure}; {remedy}") from failure
+        raise error(f"{source} is not valid JSON: {failure}; {remedy}") from failure
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

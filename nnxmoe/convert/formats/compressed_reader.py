@@ -65,8 +65,8 @@ def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     has_zeros = _has_zero_points(files, settings)
     grid, block = codes.scales_shape(*shape), AT_ONCE if has_zeros else CHUNK_BYTES
 
-    def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
-        return unpack_words(stored.rows(rows), bits)[:, :ins]
+    def unpack(words: LazyArray, rows: slice) -> np.ndarray:
+        return unpack_words(words.rows(rows), bits)[:, :ins]
 
     parts = {
         "codes": files.codes(codes, shape, info, unpack, block),

@@ -125,8 +125,8 @@ def _inputs_first(
     zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
     codes = CodeFormat("int4" if bits == 4 else "int8", (1, group), rounding_dtype(scale))
 
-    def unpack_rows(stored: LazyArray, rows: slice) -> np.ndarray:
-        code_values = unpack(np.asarray(stored))[rows]
+    def unpack_rows(words: LazyArray, rows: slice) -> np.ndarray:
+        code_values = unpack(np.asarray(words))[rows]
         return code_values if order is None else code_values[:, order]
 
     parts = {

@@ -97,11 +97,11 @@ class ModuleTensors:
                 weight of either sign. Scales that underflow in FP8 are zero.
         """
         dtype = jnp.dtype(_SCALES[info.dtype])
-        stored, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
+        file_array, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             reads_whole = transposed or info.shape != grid
-            raw_scales = np.asarray(stored) if reads_whole else stored.read_box(box, np.empty)
+            raw_scales = np.asarray(file_array) if reads_whole else file_array.read_box(box, np.empty)
             if info.dtype == "U8":
                 raw_scales = raw_scales.view(ml_dtypes.float8_e8m0fnu)
             scales = raw_scales.astype(dtype) if raw_scales.dtype != dtype else raw_scales
@@ -118,7 +118,7 @@ class ModuleTensors:
                 )
             return scales
 
-        return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
+        return dataclasses.replace(file_array, shape=grid, dtype=dtype, read_box=read)
 
     def weight(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
         """Return the quantized weight.
@@ -148,11 +148,11 @@ class ModuleTensors:
         ``extra_parts`` are parts other than codes and scales, such as ``zero``.
         """
         shape = self.matrix(info)
-        stored = plain_array(
+        file_array = plain_array(
             self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8")
         )
         scales = self.scale(scale, codes.scales_shape(*shape), allowed=allowed)
-        return self.weight(codes, shape, {"codes": stored, "scale": scales, **extra_parts})
+        return self.weight(codes, shape, {"codes": file_array, "scale": scales, **extra_parts})
 
     def codes(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
@@ -166,10 +166,10 @@ class ModuleTensors:
             unpack: Function that returns the unsigned codes of a range of rows, one code per element.
             block: Preferred size of a read in bytes.
         """
-        stored = plain_array(self.checkpoint, info)
+        file_array = plain_array(self.checkpoint, info)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
-            code_values = np.ascontiguousarray(unpack(stored, box[0]))
+            code_values = np.ascontiguousarray(unpack(file_array, box[0]))
             return (codes.pack(code_values) if codes.is_packed else _signed(code_values))[:, box[1]]
 
         return LazyArray(codes.codes_shape(*shape), STORAGE_DTYPES[codes.code_dtype], read, block, file=info.file.name)

@@ -43,20 +43,20 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         raise MalformedTensor(f"{files.module}.weight.quant_map does not contain the NF4 levels")
     codes = CodeFormat("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
 
-    def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
-        first, last = rows.start * shape[1], rows.stop * shape[1]
-        code_values = stored.rows(slice(first // 2, -(-last // 2)))
+    def unpack(file_array: LazyArray, rows: slice) -> np.ndarray:
+        first_code, last_code = rows.start * shape[1], rows.stop * shape[1]
+        code_values = file_array.rows(slice(first_code // 2, -(-last_code // 2)))
         code_values = np.concatenate([code_values >> 4, code_values & 15], axis=-1).reshape(-1)
-        return code_values[first % 2 :][: last - first].reshape(-1, shape[1])
+        return code_values[first_code % 2 :][: last_code - first_code].reshape(-1, shape[1])
 
     scale = _scales(files, state, codes)
     if not codes.tile[1] % 2:
         return files.weight(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
     # Tiles of odd width cannot be packed as two codes per byte, so the weight is dequantized.
-    stored = plain_array(files.checkpoint, info)
+    file_array = plain_array(files.checkpoint, info)
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        return (NF4[unpack(stored, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
+        return (NF4[unpack(file_array, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
 
     dtype = jnp.dtype(state["dtype"])
     return LazyArray(shape, dtype, read, AT_ONCE, file=info.file.name, tensors=tuple(files.used))

@@ -190,30 +190,30 @@ class WeightScheme:
         """
         bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
         code_type = fields.get("type", "int")
-        where = f"{scheme.where}: config_groups"
+        location = f"{scheme.where}: config_groups"
         if type(bits) is not int or bits not in (4, 8):
-            raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
+            raise CheckpointError(f"{location}: num_bits {short(bits)} is not supported; supported: 4, 8")
         if code_type not in ("int", "float"):
-            raise CheckpointError(f"{where}: type {short(code_type)} is not supported; supported: int, float")
+            raise CheckpointError(f"{location}: type {short(code_type)} is not supported; supported: int, float")
         if strategy is None:
             strategy = {None: "tensor", -1: "channel"}.get(size, "group")
         size = None if size == -1 else size
         if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
             raise CheckpointError(
-                f"{where}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, "
+                f"{location}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, "
                 "tensor_group, block"
             )
         if strategy in ("group", "tensor_group") and (type(size) is not int or size < 1):
-            raise CheckpointError(f"{where}: group_size must be a positive integer, got {short(size)}")
+            raise CheckpointError(f"{location}: group_size must be a positive integer, got {short(size)}")
         block = fields.get("block_structure")
         if isinstance(block, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", block):
             block = [int(n) for n in block.split("x")]
         if strategy == "block" and block is None:
-            raise CheckpointError(f"{where}: strategy 'block' requires block_structure")
+            raise CheckpointError(f"{location}: strategy 'block' requires block_structure")
         pair = scheme._pair("block_structure", block) if strategy == "block" else None
         floats = code_type == "float"
         if strategy == "tensor_group" and not floats:
-            raise CheckpointError(f"{where}: strategy 'tensor_group' is supported for type 'float' only (NVFP4)")
+            raise CheckpointError(f"{location}: strategy 'tensor_group' is supported for type 'float' only (NVFP4)")
         return cls(bits, strategy, size, pair, fields.get("symmetric") is not False, floats)
 
 
@@ -242,23 +242,23 @@ def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme],
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
     for name, group in groups.items():
-        where = f"{scheme.where}: config_groups: {short(name)}"
+        location = f"{scheme.where}: config_groups: {short(name)}"
         weights = group.get("weights") if isinstance(group, Mapping) else ""
         if not isinstance(weights, Mapping | None):
-            raise CheckpointError(f"{where} requires an object 'weights', or null")
+            raise CheckpointError(f"{location} requires an object 'weights', or null")
         targets = group.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-            raise CheckpointError(f"{where}: targets must be a list of strings, got {short(targets)}")
+            raise CheckpointError(f"{location}: targets must be a list of strings, got {short(targets)}")
         for target in targets:
             try:
                 re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
             except re.error as error:
                 raise CheckpointError(
-                    f"{where}: target {short(target)} is not a valid regular expression: {error}"
+                    f"{location}: target {short(target)} is not a valid regular expression: {error}"
                 ) from None
         if group.get("format") is not None and group["format"] not in _FORMATS:
             raise CheckpointError(
-                f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
+                f"{location}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
         if weights is not None:  # a group without weights is for activations or caches
             parsed_groups.append((targets, WeightScheme.from_fields(weights, scheme)))
@@ -271,14 +271,16 @@ def _refuse_rotations(scheme: QuantizationScheme) -> None:
 
     Transforms of weights are already applied to the stored weights.
     """
-    where, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
+    location, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
     try:
         groups = fields.get("config_groups") or {}
         locations = {entry["location"] for group in groups.values() for entry in group["apply"]}
     except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(f"{where} must have config_groups with apply and location, got {short(fields)}") from None
-    if online_locations := sorted(map(str, locations - {"weight_input", "weight_output"})):
         raise CheckpointError(
-            f"{where} rotates activations at run time (location {', '.join(map(short, online_locations))}), which is "
+            f"{location} must have config_groups with apply and location, got {short(fields)}"
+        ) from None
+    if rotations := sorted(map(str, locations - {"weight_input", "weight_output"})):
+        raise CheckpointError(
+            f"{location} rotates activations at run time (location {', '.join(map(short, rotations))}), which is "
             "not supported; only rotations that are fused into the weights are supported"
         )

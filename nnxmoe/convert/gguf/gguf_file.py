@@ -125,8 +125,10 @@ def _splits(file: Path) -> list[Path]:
     if not 1 <= count <= _MAX_FIELDS:
         raise CheckpointError(f"{file}: its name specifies an unsupported split into {count} files")
     files = [file.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-    if missing := [path.name for path in files if not os.path.lexists(path)]:
-        raise CheckpointError(f"{file} is one of {count} files, but {missing[0]} is not in the folder: download it")
+    if missing_names := [path.name for path in files if not os.path.lexists(path)]:
+        raise CheckpointError(
+            f"{file} is one of {count} files, but {missing_names[0]} is not in the folder: download it"
+        )
     return files
 
 

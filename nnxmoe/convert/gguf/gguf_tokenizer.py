@@ -273,21 +273,21 @@ def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[st
         for position in range(1, len(text))
         if text[:position] in vocab and text[position:] in vocab
     ]
-    texts = {left + right for left, right, _ in pairs}
+    texts = {prefix + suffix for prefix, suffix, _ in pairs}
     if len({scores[vocab[text]] for text in texts}) < len(texts):
         logger.warning("tokenizer.ggml.scores has equal scores: longer tokens with equal scores are merged first")
     pairs.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
-    return [[left, right] for left, right, _ in pairs]
+    return [[prefix, suffix] for prefix, suffix, _ in pairs]
 
 
-def _with_ends(first: str | None, last: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
+def _with_ends(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
     """Return the post-processor that adds a first and a last token to a text."""
 
     def template(sequence_ids: list[tuple[str, int]]) -> list[dict[str, Any]]:
         sequences = [{"Sequence": {"id": name, "type_id": type_id}} for name, type_id in sequence_ids]
-        prefix, suffix = ([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [] for token in (first, last))
+        prefix, suffix = ([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [] for token in (bos, eos))
         return list(itertools.chain(prefix, sequences, suffix))
 
-    entries = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (first, last) if token}
+    entries = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (bos, eos) if token}
     pair = template([("A", 0), ("B", 1)])
     return {"type": "TemplateProcessing", "single": template([("A", 0)]), "pair": pair, "special_tokens": entries}

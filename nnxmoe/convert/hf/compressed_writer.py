@@ -92,8 +92,8 @@ def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, Lazy
     def pack_bits(numbers: np.ndarray) -> np.ndarray:
         """Pack unsigned numbers into 32-bit words. The last word is padded with zeros."""
         numbers = numbers if codes.is_packed else numbers.view(np.uint8) ^ 128
-        padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
-        octets = padded if bits == 8 else padded[:, ::2] | padded[:, 1::2] << 4
+        padded_numbers = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
+        octets = padded_numbers if bits == 8 else padded_numbers[:, ::2] | padded_numbers[:, 1::2] << 4
         return np.ascontiguousarray(octets).view(np.int32)
 
     def pack_codes(values: np.ndarray) -> np.ndarray:

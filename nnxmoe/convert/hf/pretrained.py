@@ -136,20 +136,20 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
 
 
 def untied(
-    config: DecoderConfig, tensors: Mapping[str, TensorInfo], same: Callable[[str, str], bool] | None = None
+    config: DecoderConfig, tensors: Mapping[str, TensorInfo], compare: Callable[[str, str], bool] | None = None
 ) -> bool:
     """Return whether the config ties head and embedding, but the checkpoint stores two different tensors.
 
     Args:
         config: Config of the model.
         tensors: Tensor name -> header entry.
-        same: Function that compares the bytes of two tensors by name. If None, the shapes alone are compared with the
-            config.
+        compare: Function that compares the bytes of two tensors by name. If None, only the shapes are compared, with
+            the config.
     """
     if not config.tie_word_embeddings or not {HEAD, EMBED} <= tensors.keys():
         return False
     shapes = {tensors[HEAD].shape, tensors[EMBED].shape}
-    return shapes != {(config.vocab_size, config.hidden_size)} or (same is not None and not same(HEAD, EMBED))
+    return shapes != {(config.vocab_size, config.hidden_size)} or (compare is not None and not compare(HEAD, EMBED))
 
 
 def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:

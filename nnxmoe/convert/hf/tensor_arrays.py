@@ -26,14 +26,14 @@ _CODES = ("weight_packed", "qweight", "weight")
 
 
 def tensor_arrays(
-    tensors: dict[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
+    tensors: dict[str, TensorInfo], fields: Mapping[str, Any], config_path: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
     """Return lazy arrays by name. The tensors of a quantized weight become one array ``….weight`` or ``…_blocks``.
 
     Args:
         tensors: Tensor name -> header entry.
         fields: Fields of config.json.
-        where: Path of config.json, for messages.
+        config_path: Path of config.json, for messages.
         checkpoint: Checkpoint to read from. If None, only headers are used and reading an array fails.
 
     Raises:
@@ -41,7 +41,7 @@ def tensor_arrays(
     """
     if checkpoint is not None and is_gguf(checkpoint.folder):
         return gguf_arrays(checkpoint)
-    scheme = QuantizationScheme.from_config(fields, where)
+    scheme = QuantizationScheme.from_config(fields, config_path)
     tower_names = {name for names in group_towers(tensors).values() for name in names}
     text_tensors = {name: info for name, info in tensors.items() if name not in tower_names}
     weights = _quantised(text_tensors, scheme, checkpoint)

@@ -142,7 +142,7 @@ def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
     return tensors
 
 
-def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
+def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, config_path: str) -> None:
     """Raise CheckpointError if config.json has far more layers or experts than the files.
 
     Call this function before building a layout, because a layout of such a config could exceed the memory.
@@ -154,8 +154,8 @@ def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: st
     if layers > len(shapes) or layers * experts > 16 * (len(shapes) + sum(expert_counts)):
         count = f" with {experts} experts each" if experts else ""
         raise CheckpointError(
-            f"{where}: num_hidden_layers is {layers}{count}, but the files contain {len(shapes)} tensors in all: check "
-            "that config.json belongs to these files and that no file is missing"
+            f"{config_path}: num_hidden_layers is {layers}{count}, but the files contain {len(shapes)} tensors in all: "
+            "check that config.json belongs to these files and that no file is missing"
         )
 
 

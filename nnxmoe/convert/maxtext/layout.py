@@ -213,24 +213,24 @@ def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dic
     return stream_weights.split_streams(arrays, streams) if streams else arrays
 
 
-def from_maxtext(layouts: Mapping[str, ArrayLayout], stored: LazyArrays, streams: int) -> dict[str, LazyArray]:
+def from_maxtext(layouts: Mapping[str, ArrayLayout], source_arrays: LazyArrays, streams: int) -> dict[str, LazyArray]:
     """Invert `maxtext_arrays`: return the arrays of a layout. If MaxText's array has a wrong shape, set a ``fault``.
 
     Args:
         layouts: Layout of the model.
-        stored: MaxText's arrays by name.
+        source_arrays: MaxText's arrays by name.
         streams: Number of residual streams, or 0 for a model without `HyperConnection`.
     """
-    stored = stream_weights.join_streams(stored, layouts, streams) if streams else stored
-    arrays, widths = dict(stored), collections.Counter[str]()
+    source_arrays = stream_weights.join_streams(source_arrays, layouts, streams) if streams else source_arrays
+    arrays, widths = dict(source_arrays), collections.Counter[str]()
     for name, layout in layouts.items():
         widths[name.split(_SHARED)[0]] += len(layout.columns or ())
     for name, layout in layouts.items():
         stored_name = name.split(_SHARED)[0]
-        if layout.rearrange is None or stored_name not in stored:
+        if layout.rearrange is None or stored_name not in source_arrays:
             continue
         arrays.pop(stored_name, None)
-        array, source = stored[stored_name], layout.rearrange.source
+        array, source = source_arrays[stored_name], layout.rearrange.source
         shape = (*source[:-1], widths[stored_name] or source[-1])
         if array.fault is not None:
             arrays[name] = array

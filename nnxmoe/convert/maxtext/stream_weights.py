@@ -22,13 +22,13 @@ def split_streams(arrays: LazyArrays, streams: int) -> dict[str, LazyArray]:
     """Replace nnxmoe's arrays of streams with MaxText's arrays. ``streams`` is the number of residual streams."""
     result = dict(arrays)
     for name, array in arrays.items():
-        folder, kind = _of_streams(name)
-        if kind:
+        folder, parameter = _of_streams(name)
+        if parameter:
             del result[name]
-            rows = array if kind == "alpha" else array.swap_leading_axes()
-            for part, columns, shape in _sections(kind, streams):
-                result[f"{folder}/{part}_{kind}"] = _shaped(rows.take(columns, -1), shape, kind)
-        if kind == "alpha":
+            rows = array if parameter == "alpha" else array.swap_leading_axes()
+            for part, columns, shape in _sections(parameter, streams):
+                result[f"{folder}/{part}_{parameter}"] = _shaped(rows.take(columns, -1), shape, parameter)
+        if parameter == "alpha":
             result[f"{folder}/{_NORM}"] = LazyArray.from_array(np.ones(array.shape[:-1], array.dtype))
     return result
 
@@ -43,66 +43,66 @@ def join_streams(arrays: LazyArrays, names: Iterable[str], streams: int) -> dict
     """
     result = dict(arrays)
     for name in names:
-        folder, kind = _of_streams(name)
-        if not kind:
+        folder, parameter = _of_streams(name)
+        if not parameter:
             continue
         parts, faults = list[tuple[LazyArray, range]](), list[str]()
-        for part, columns, shape in _sections(kind, streams):
-            maxtext_name = f"{folder}/{part}_{kind}"
+        for part, columns, shape in _sections(parameter, streams):
+            maxtext_name = f"{folder}/{part}_{parameter}"
             array = result.pop(maxtext_name, None)
-            if array is None or not _fits(array.shape, shape, kind):
+            if array is None or not _fits(array.shape, shape, parameter):
                 faults.append(
                     f"{maxtext_name} is missing" if array is None else f"{maxtext_name} has shape {list(array.shape)}"
                 )
             else:
-                parts.append((_flat(array, shape, kind), columns))
-        norm = result.pop(f"{folder}/{_NORM}", None) if kind == "alpha" else None
+                parts.append((_flat(array, shape, parameter), columns))
+        norm = result.pop(f"{folder}/{_NORM}", None) if parameter == "alpha" else None
         if norm is not None and parts and norm.shape != parts[0][0].shape[:-1]:
             faults.append(f"{folder}/{_NORM} has shape {list(norm.shape)}")
         if faults:
             result[name] = LazyArray.faulty(", and ".join(faults), (name,))
             continue
-        merged = merge_columns(parts)
-        merged = merged if norm is None else _times(merged, norm)
-        result[name] = merged if kind == "alpha" else merged.swap_leading_axes()
+        merged_array = merge_columns(parts)
+        merged_array = merged_array if norm is None else _times(merged_array, norm)
+        result[name] = merged_array if parameter == "alpha" else merged_array.swap_leading_axes()
     return result
 
 
 def _of_streams(name: str) -> tuple[str, str]:
     """Return (folder, name of the parameter) for an array of streams. The name is empty for other arrays."""
-    folder, _, kind = name.rpartition("/")
-    return folder, kind if folder.rpartition("/")[2].startswith("mhc_") and kind in _KINDS else ""
+    folder, _, parameter = name.rpartition("/")
+    return folder, parameter if folder.rpartition("/")[2].startswith("mhc_") and parameter in _KINDS else ""
 
 
-def _sections(kind: str, streams: int) -> Iterator[tuple[str, range, tuple[int, ...]]]:
+def _sections(parameter: str, streams: int) -> Iterator[tuple[str, range, tuple[int, ...]]]:
     """Yield (MaxText's name, columns in nnxmoe's array, MaxText's shape without layers and inputs) of each part."""
-    square = (streams, streams) if kind == "beta" else (streams**2,)
-    shapes = ((1,),) * 3 if kind == "alpha_scale" else ((streams,), (streams,), square)
-    first = 0
+    square = (streams, streams) if parameter == "beta" else (streams**2,)
+    shapes = ((1,),) * 3 if parameter == "alpha_scale" else ((streams,), (streams,), square)
+    start = 0
     for part, shape in zip(_PARTS, shapes, strict=True):
-        yield part, range(first, first + math.prod(shape)), shape
-        first += math.prod(shape)
+        yield part, range(start, start + math.prod(shape)), shape
+        start += math.prod(shape)
 
 
-def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
+def _shaped(rows: LazyArray, shape: tuple[int, ...], parameter: str) -> LazyArray:
     """Reshape columns ``[…, n]`` to MaxText's shape, with layers on axis 1."""
-    if kind == "alpha":
+    if parameter == "alpha":
         return rows
     reshaped = rows.reshape((*rows.shape[:-1], *shape))
     return reshaped.swap_leading_axes() if len(rows.shape) > 1 else reshaped
 
 
-def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
+def _flat(array: LazyArray, shape: tuple[int, ...], parameter: str) -> LazyArray:
     """Invert `_shaped`."""
-    if kind == "alpha":
+    if parameter == "alpha":
         return array
     layers = array.shape[1:2] if len(array.shape) > len(shape) else ()
     return (array.swap_leading_axes() if layers else array).reshape((*layers, math.prod(shape)))
 
 
-def _fits(actual: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
+def _fits(actual: tuple[int, ...], shape: tuple[int, ...], parameter: str) -> bool:
     actual_part = (
-        actual[-1:] if kind == "alpha" else actual if len(actual) == len(shape) else (*actual[:1], *actual[2:])
+        actual[-1:] if parameter == "alpha" else actual if len(actual) == len(shape) else (*actual[:1], *actual[2:])
     )
     return actual_part == shape
 

@@ -74,10 +74,12 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     report = model.load_report
     if report is not None and report.towers:
         logger.warning("%s: the adapter fits the text model only, as loaded here or saved by save_pretrained", folder)
-    if unknown := sorted(
+    if unsupported_names := sorted(
         {adapter.slot.name for adapter in adapters if adapter.slot.name.startswith(family_of(model).peft_excluded)}
     ):
-        logger.warning("%s: peft does not support adapters of %s: use nnxmoe to load them", folder, ", ".join(unknown))
+        logger.warning(
+            "%s: peft does not support adapters of %s: use nnxmoe to load them", folder, ", ".join(unsupported_names)
+        )
     if report is not None and report.files is not None and is_gguf(report.files):
         message = "%s: the base model is the GGUF file %s, which peft cannot load: pass the original model to peft"
         logger.warning(message, folder, report.source)

@@ -82,11 +82,11 @@ class AdapterSlot:
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
         """Return an adapter with shapes but no values, with logical axes that shard it like the kernel."""
-        (lead, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
+        (leading_sizes, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
         # `nnxmoe.train.lora` and `nnxmoe.convert.peft.adapter_folder` set the values.
-        options: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "param_type": nnx.LoRAParam}
+        options: dict[str, Any] = {"lead": leading_sizes, "dtype": dtype, "rngs": None, "param_type": nnx.LoRAParam}
         a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **options)
         b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **options)
         return LoRA(a, b, alpha)
@@ -97,10 +97,10 @@ def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
     slots = []
     for path, module in layer_modules(model):
         for attribute, kernels in getattr(module, "adapted", {}).items():
-            key, first, _ = name_of(model, (*path, kernels[0]))
+            key, first_layer, _ = name_of(model, (*path, kernels[0]))
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
-            slots.append(AdapterSlot(name, key, path, module, attribute, kernels, first or 0))
+            slots.append(AdapterSlot(name, key, path, module, attribute, kernels, first_layer or 0))
     slots.sort(key=lambda slot: (slot.first, slot.place))
     is_tied = model.head is None
     head_fields = (

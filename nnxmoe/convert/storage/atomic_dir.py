@@ -107,9 +107,9 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
     Removes the test file and the folders that it creates.
     """
     target = ancestor = _target(folder)
-    missing: list[Path] = []
+    missing_folders: list[Path] = []
     while not os.path.lexists(ancestor):
-        missing.append(ancestor)
+        missing_folders.append(ancestor)
         ancestor = ancestor.parent
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write to {target}: {error.strerror or error}; use another folder") from error
     finally:
-        for path in missing:
+        for path in missing_folders:
             with contextlib.suppress(OSError):  # the folder was not created, or another process has written to it
                 path.rmdir()
 

@@ -68,7 +68,7 @@ class Checkpoint:
             self.tensors |= GGUF.open(self.folder).tensors
             self._sizes = {file: file.stat().st_size for file in self.files}
             return
-        header_bytes, missing_names, replaced = 0, list[str](), dict[str, list[str]]()
+        header_bytes, missing_names, names_by_file = 0, list[str](), dict[str, list[str]]()
         for file in self.files:
             header_bytes += header_length(file)
             if header_bytes > MAX_HEADER:
@@ -90,7 +90,7 @@ class Checkpoint:
                             f"in {file} ({info.dtype} {list(info.shape)}) with different contents, and {INDEX_FILE} "
                             "does not specify which to use: correct the index"
                         )
-                    replaced.setdefault(chosen_info.file.name, []).append(name)
+                    names_by_file.setdefault(chosen_info.file.name, []).append(name)
                 self.tensors[name] = chosen_info or existing
         for name, listed_name in weight_map.items():
             info = self.tensors.get(name)
@@ -103,7 +103,7 @@ class Checkpoint:
                 )
         self.notes += [
             f"{some(names)} of {file} replaces a tensor with the same name in another file, as {INDEX_FILE} says"
-            for file, names in replaced.items()
+            for file, names in names_by_file.items()
         ]
         if missing_names := [name for name in missing_names if not name.endswith("rotary_emb.inv_freq")]:
             self.notes.append(f"{INDEX_FILE} lists {some(missing_names)}, which no file contains")

@@ -245,7 +245,7 @@ def normalize_prefixes(tensors: dict[str, T]) -> dict[str, T]:
 
 def module_spellings(module: str) -> list[str]:
     """Return the possible names of a text model's module in multimodal models, starting with ``module`` itself."""
-    return [module, *(old + module.removeprefix("model.") for old in WRAPPERS if module.startswith("model."))]
+    return [module, *(prefix + module.removeprefix("model.") for prefix in WRAPPERS if module.startswith("model."))]
 
 
 def group_towers(names: Iterable[str]) -> dict[str, list[str]]:

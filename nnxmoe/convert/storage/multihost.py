@@ -112,26 +112,26 @@ def raise_in_all(failure: Exception | None) -> None:
 
     A failed process raises its failure. The other processes raise a CheckpointError with the index of a failed process.
     """
-    failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
+    has_failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
     if failure is not None:
         raise failure
-    if failed.any():
+    if has_failed.any():
         raise CheckpointError(
-            f"process {int(np.argmax(failed))} could not write its shards (see its error); nothing was saved"
+            f"process {int(np.argmax(has_failed))} could not write its shards (see its error); nothing was saved"
         )
 
 
-def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
-    """Return the processes whose shards contain all of ``value[at]``."""
+def hosts_holding(value: AnyArray, slice_index: tuple[int, ...]) -> list[int]:
+    """Return the processes whose shards contain all of ``value[slice_index]``."""
     if not spans_hosts(value):
         return [0]
-    slice_shape = value.shape[len(at) :]
+    slice_shape = value.shape[len(slice_index) :]
     boxes: dict[int, set[tuple[tuple[int, int], ...]]] = {}
     index: Any
     for device, index in value.sharding.devices_indices_map(value.shape).items():
         box = tuple(part.indices(size)[:2] for part, size in zip(index, value.shape, strict=True))
-        if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
-            boxes.setdefault(device.process_index, set()).add(box[len(at) :])
+        if all(lower <= i < upper for i, (lower, upper) in zip(slice_index, box, strict=False)):
+            boxes.setdefault(device.process_index, set()).add(box[len(slice_index) :])
     size = math.prod(slice_shape)
     return [
         process
@@ -140,20 +140,20 @@ def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
     ]
 
 
-def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
-    """Return ``value[at]`` from this process's shards. The shards must contain the whole slice."""
+def local_value(value: AnyArray, slice_index: tuple[int, ...]) -> np.ndarray:
+    """Return ``value[slice_index]`` from this process's shards. The shards must contain the whole slice."""
     if not spans_hosts(value):
-        return np.asarray(value[at])
-    out = np.empty(value.shape[len(at) :], value.dtype)
+        return np.asarray(value[slice_index])
+    out = np.empty(value.shape[len(slice_index) :], value.dtype)
     for shard in value.addressable_shards:
         box = [part.indices(size)[:2] for part, size in zip(shard.index, value.shape, strict=True)]
-        if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
-            local_index = tuple(i - low for i, (low, _) in zip(at, box, strict=False))
-            out[tuple(slice(*extent) for extent in box[len(at) :])] = np.asarray(shard.data[local_index])
+        if all(lower <= i < upper for i, (lower, upper) in zip(slice_index, box, strict=False)):
+            local_index = tuple(i - lower for i, (lower, _) in zip(slice_index, box, strict=False))
+            out[tuple(slice(*extent) for extent in box[len(slice_index) :])] = np.asarray(shard.data[local_index])
     return out
 
 
-def gather(value: Array, at: tuple[int, ...]) -> np.ndarray:
-    """Collective: return ``value[at]``. Every process must call this function."""
+def gather(value: Array, slice_index: tuple[int, ...]) -> np.ndarray:
+    """Collective: return ``value[slice_index]``. Every process must call this function."""
     assert isinstance(value.sharding, NamedSharding)
-    return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, at))
+    return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, slice_index))
