@@ -311,7 +311,7 @@ def test_an_objective_may_return_metrics() -> None:
     assert done.history[0]["first"] == pytest.approx(float(more["first"]), rel=1e-4)
     assert told[0].metrics["rows"] == 4
     for more, message in (
-        ({"loss": 1.0}, "the objective's metric 'loss' has the name of one of nnxmoe's"),
+        ({"loss": 1.0}, "the objective's metric 'loss' has the name of a built-in metric"),
         ({"all": np.ones(3)}, r"returned float32 \[3\] as all: return a scalar"),
         ({"text": "x"}, "returned a str as text: return a scalar"),
         ([1.0], "returned list in addition to the loss: return a dict"),
@@ -420,7 +420,7 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
         ),
         ({"tokens": [[1, 2], [3]]}, "tokens in a batch is not an array: its rows have different lengths: pad them"),
         ({"tokens": [[None]]}, r"tokens in a batch is \[\[None\]\]: pass an array of numbers"),
-        ({"input_ids": np.ones((2, 5), int)}, "unknown field 'input_ids' .* input_ids are named tokens"),
+        ({"input_ids": np.ones((2, 5), int)}, "unknown field 'input_ids' .* Rename input_ids to tokens"),
         pytest.param("tokens", "a batch must be a dict of arrays, got str", marks=pytest.mark.wrong_types),
     ],
 )
@@ -479,9 +479,11 @@ def test_reports_are_read_while_the_next_step_is_computed(events: list[str], tmp
 
 def test_late_callbacks_see_no_model_and_cannot_stop(events: list[str]) -> None:
     model = build_tiny("mixtral", PLAIN)
-    with pytest.raises(ValueError, match="the next step has begun when a late callback is called"):
+    with pytest.raises(ValueError, match="a late callback is called after the next step has started"):
         fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.model())])
-    with pytest.raises(ValueError, match="a callback stops the training at step 3: remove its attribute late"):
+    with pytest.raises(
+        ValueError, match="a late callback cannot stop the training at step 3: remove its attribute late"
+    ):
         fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.step == 3)])
 
 

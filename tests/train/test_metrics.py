@@ -290,7 +290,7 @@ def test_logs_with_blank_lines_are_resumed(kind: Any, tmp_path: Path) -> None:
 )
 def test_files_that_are_no_logs_are_refused(kind: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text(text)
-    with pytest.raises(ValueError, match=r"metrics has the line .*, which is not the metrics of a step"):
+    with pytest.raises(ValueError, match=r"metrics has the line .*, which does not contain the metrics of a step"):
         kind(tmp_path / "metrics")(progress(2))
     assert (tmp_path / "metrics").read_text() == text
 

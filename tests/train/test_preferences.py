@@ -419,7 +419,7 @@ OBJECTIVES: dict[str, tuple[Callable[[], Any], str]] = {
     "beta": (lambda: DPO(beta=0.0), "DPO: beta must be a finite positive number .*, got 0.0"),
     "nan": (lambda: DPO(beta=float("nan")), "beta must be .*, got nan"),
     "smoothing": (lambda: DPO(label_smoothing=0.5), "at least 0 and less than 0.5"),
-    "a model": (lambda: DPO(tiny()), r"is a model: pass the batches through train.with_reference\(batches, it\)"),
+    "a model": (lambda: DPO(tiny()), r"is a model: pass the batches through train.with_reference\(batches, model\)"),
     "no adapters": (lambda: fitted(tiny(), [pairs()], DPO(lora.without)), "the model has no adapters"),
     "ids": (
         lambda: list(train.with_reference([pairs() | {"tokens": pairs()["tokens"] + 50}], tiny())),

@@ -31,14 +31,14 @@ def chat_tokens(
     note: Callable[[str], None],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
-    """Return the token ids of a chat and the mask of the ids to learn.
+    """Return the token ids of a chat and the loss mask.
 
-    The special token after an answer is learned as the end of the answer. If the chat ends with an
-    answer and the template writes no end token, the tokenizer's end token is appended.
+    The loss includes the special token that ends an answer. If the chat ends with an answer and the
+    template writes no end token, the tokenizer's end token is appended.
 
     Args:
-        learned: Indices of the messages to learn.
-        note: Called with a warning about each part that cannot be learned.
+        learned: Indices of the messages to train on.
+        note: Called with a warning about each part that cannot be trained on.
         tools: JSON schemas for the template.
 
     Raises:
@@ -56,7 +56,7 @@ def chat_tokens(
         located = {turn: rendered.answer(turn) for turn in learned}
         spans = [span for span in located.values() if span is not None]
         for turn in [turn for turn, span in located.items() if span is None and spans]:
-            note(f"the template omits or changes messages[{turn}], so this answer is not learned")
+            note(f"the template omits or changes messages[{turn}], so this answer is not trained on")
     if not spans:
         raise TokenizerError(
             "the chat template omits or changes the assistant's messages, so their tokens cannot be located: "
@@ -79,7 +79,7 @@ class _RenderedChat:
         return self.tokenizer.render_chat(chat, add_generation_prompt=prompted, **self.given).text
 
     def tagged(self, answers: Sequence[Span], turns: list[int], learned: Sequence[int]) -> list[Span]:
-        """Return the spans to learn, out of the spans ``answers`` that the template marks.
+        """Select the spans to train on from ``answers``, the spans that the template marks.
 
         These are the spans of the turns in ``learned``. If the template does not mark exactly one span per
         turn, these are all spans from the first turn in ``learned`` on.
@@ -91,7 +91,7 @@ class _RenderedChat:
         return [span for span in answers if span[0] >= start]
 
     def answer(self, turn: int) -> Span | None:
-        """Find the span of an answer, from the end of its prompt to the next message. None if not located."""
+        """Find the span of an answer, from the end of its prompt to the next message, or None if unknown."""
         text, last = self.text, turn == len(self.chat) - 1
         prompt = self._render(self.chat[:turn], True)
         through_answer = text if last else self._render(self.chat[: turn + 1])
@@ -154,7 +154,7 @@ class _RenderedChat:
 def _masked(
     tokenizer: Tokenizer, text: str, spans: Sequence[Span], note: Callable[[str], None]
 ) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
-    """Tokenize a text and mask the answers. A token that overlaps the start of an answer is learned."""
+    """Return ids and loss mask of a text. The mask includes tokens that overlap the start of a span."""
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     blank = np.array([not text[a:b].strip() for a, b in offsets], bool)
@@ -173,8 +173,8 @@ def _masked(
         elif special[following[0]]:
             mask[next_index : following[0] + 1] = True
         else:
-            note("no special token follows an answer, so the end of the answer is not learned")
+            note("no special token follows an answer, so the end of the answer is not trained on")
     if not ended and eos is None:
-        note("the tokenizer has no end token to learn after the last answer")
+        note("the tokenizer has no end token to append to the last answer")
     appended = [] if ended or eos is None else [eos]
     return np.asarray([*ids, *appended], np.int32), np.concatenate([mask, np.ones(len(appended), bool)])

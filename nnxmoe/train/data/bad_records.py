@@ -58,7 +58,7 @@ class BadRecords:
         self._reported, self._early = 0, False
 
     def add(self, number: int, error: RecordError) -> None:
-        """Count the unusable record with this number."""
+        """Count an unusable record, given its number in the data."""
         reason = error.reason
         if reason not in self._faults and len(self._faults) >= _REASONS:
             reason = ""  # bounds the counter's memory
@@ -75,8 +75,8 @@ class BadRecords:
     def settle(self, source: object, unit: str, total: int, *, final: bool = True) -> None:
         """Log a warning about the skipped records.
 
-        Raises DataError if too many of the ``total`` records are unusable. Before all records have been read
-        (``final``), only the first call that finds skipped records logs a warning.
+        Raises DataError if too many of the ``total`` records are unusable. If ``final`` is False, more
+        records will be read, and only the first call that finds skipped records logs a warning.
         """
         if self.exceeds(total):
             summary = f"{source} has {self.count} unusable record{'s' * (self.count != 1)} of {total}"

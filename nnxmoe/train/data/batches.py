@@ -83,7 +83,7 @@ class Batches(Iterator[Batch]):
 
     The documents of an epoch are shuffled by ``seed`` and packed into 8 to 64 rows at a time. Texts
     longer than ``seq_len`` are split, and longer chats are truncated (see `Document.pieces`). A batch
-    may contain the end of one epoch and the start of the next. Only the last batch of all is padded.
+    may contain the end of one epoch and the start of the next. Only the very last batch is padded.
     `get_state` and `set_state` have the signatures of grain's iterators.
 
     Args:
@@ -91,8 +91,8 @@ class Batches(Iterator[Batch]):
         seq_len: Tokens per row.
         pack: Pack several documents into a row. Pairs are never packed.
         epochs: Number of epochs. If None, the iterator is infinite.
-        share: (index of this process, number of processes). Defaults to JAX's. Each process returns its
-            share of the rows of every batch. All processes must make the same calls.
+        share: (index of this process, number of processes). Defaults to JAX's values. Each process
+            returns its share of the rows of every batch. All processes must make the same calls.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Batches(Iterator[Batch]):
     def __next__(self) -> Batch:
         try:
             packed = list(itertools.islice(self._rows, self.batch_size))
-        except BaseException:  # do not lose rows after an interrupt, such as Ctrl-C in a notebook
+        except BaseException:  # after an interrupt, such as Ctrl-C in a notebook, yield these rows again
             self._rows = self._rows_from(*self._position)
             raise
         if not packed:
@@ -170,8 +170,8 @@ class Batches(Iterator[Batch]):
                 f"{name} was {short(saved.get(name))}, is {short(current.get(name))}" for name in changed
             )
             raise DataError(
-                f"{self.documents.lines}: the state is from different data or settings ({changes}): use the same ones, "
-                "or start a new run"
+                f"{self.documents.lines}: the state is from different data or settings ({changes}): use the "
+                "original data and settings, or start a new run"
             )
         position: Any = state.get("position")
         is_position = isinstance(position, Mapping) and position.keys() == set(_POSITION)

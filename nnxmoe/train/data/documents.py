@@ -93,9 +93,10 @@ class Documents:
 
     `nnxmoe.train.data.records` lists the formats of records. A text is encoded with
     ``tokenizer.encode`` and ends with the tokenizer's end-of-text token, if there is one. The prompt
-    before a completion is not learned. A chat is rendered with the chat template. The assistant's
-    messages are learned, each with its end token (see `chat_tokens`). Up to 256 MB of tokens are
-    cached (5 bytes per token), so that later epochs of small files need no encoding.
+    before a completion is excluded from the loss. A chat is rendered with the chat template. The loss
+    of a chat includes the assistant's messages, each with its end token (see `chat_tokens`). Up to
+    256 MB of tokens are cached (5 bytes per token), so that later epochs of small files need no
+    encoding.
 
     Unusable records, including chats that the template rejects, are skipped. A warning counts them by
     reason. Only the data and the tokenizer determine which records are skipped, so a resumed run and
@@ -146,7 +147,7 @@ class Documents:
         self._settle()
 
     def _encode(self, indices: Iterable[SupportsIndex]) -> None:
-        """Encode documents. Unusable records are only counted, without an error."""
+        """Encode documents. Counts unusable records without raising an error."""
         self._counting = True
         try:
             for index in indices:
@@ -160,7 +161,7 @@ class Documents:
             self.bad.add(self.lines.number(number), error)
             self._encoded[number] = True
         if not self._counting:
-            if self.bad.exceeds(self.lines.total):  # include records that are not encoded yet in the error
+            if self.bad.exceeds(self.lines.total):  # the error also counts records that are not encoded yet
                 self._encode(np.flatnonzero(~self._encoded)[:_COUNTED_RECORDS])
             self._settle()
         return self.empty
@@ -208,7 +209,7 @@ class Documents:
         }
 
     def _note(self, where: str, why: str) -> None:
-        """Warn about a chat that is not learned completely, once per reason."""
+        """Warn about a chat that is only partly trained on, once per reason."""
         if why not in self._noted:
             self._noted.add(why)
             logger.warning("%s: %s. Further chats with this problem are not reported", where, why)
@@ -229,7 +230,7 @@ class Documents:
             raise RecordError("the tokenizer returns no tokens for this record")
         num_prompt_tokens = len(
             os.path.commonprefix([prompt, ids])
-        )  # a token that overlaps the end of the prompt is learned
+        )  # train on a token that overlaps the end of the prompt
         return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= num_prompt_tokens, bool(prompt))
 
 

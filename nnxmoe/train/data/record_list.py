@@ -22,7 +22,7 @@ class RecordList:
 
     Lists and numbers may also be NumPy or JAX arrays. NaN is treated as absent, since pandas marks
     missing values with NaN. Nulls that fill the columns of a ``datasets.Dataset`` or a Parquet file are
-    treated as absent, too. Raises DataError if more records are unusable than ``bad`` allows.
+    also treated as absent. Raises DataError if more records are unusable than ``bad`` allows.
     """
 
     unit = "record"

@@ -38,8 +38,8 @@ class Record:
     """Text, or messages of a chat as dicts with role, content and other fields for the template.
 
     Attributes:
-        prompt: Text before ``text`` that is not learned.
-        answers: Indices of the messages to learn.
+        prompt: Text before ``text`` that is excluded from the loss.
+        answers: Indices of the messages to train on.
         tools: JSON schemas of the tools.
     """
 
@@ -63,7 +63,7 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
     - ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT). "system" is optional.
 
     The field "tools" and other fields of messages are passed to the chat template. "tool_calls" are
-    validated (see `parse_tool_calls`). As in OpenAI's format, answers with weight 0 are not learned.
+    validated (see `parse_tool_calls`). As in OpenAI's format, answers with weight 0 are not trained on.
     """
     fields = _fields(value)
     pair = fields.keys() >= set(PAIR)

@@ -59,8 +59,8 @@ def check_batch(batch: Batch) -> None:
     """
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(
-            f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Transformers' input_ids are "
-            "named tokens, and labels are not needed: the targets are the next tokens where loss_mask is 1"
+            f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Rename input_ids to "
+            "tokens, and omit labels: the targets are the next tokens where loss_mask is 1"
         )
     if "tokens" not in batch:
         raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
@@ -135,7 +135,7 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
 
 
 def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Return a mask of real tokens whose next position is in the same row and segment."""
+    """Return a mask of the real tokens that are followed by a token of the same segment."""
     followed = real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
     if "segment_ids" in batch:
         segments = jnp.asarray(batch["segment_ids"])

@@ -22,11 +22,11 @@ from nnxmoe.runtime.progress import logger, say
 from nnxmoe.train.loop.interface import Progress
 from nnxmoe.train.loop.measured import EVAL_LOSS, EVAL_SECONDS, EVALUATED, Metrics
 
-_NO_LOG = "is not the metrics of a step: use a different file for the log, or remove the line"
+_NO_LOG = "does not contain the metrics of a step: use a different file for the log, or remove the line"
 
 
 class _FolderWriter:
-    """Callback that writes into ``folder``. Entering raises CheckpointError if the folder is not writable."""
+    """Callback that writes to ``folder``. ``__enter__`` raises CheckpointError if this is not possible."""
 
     folder: Path
 

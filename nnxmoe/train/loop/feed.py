@@ -1,4 +1,4 @@
-"""Feed batches to training steps: position in the data, and placement on devices."""
+"""Feed batches to training steps: track the position in the data, and place batches on devices."""
 
 import base64
 import functools
@@ -21,7 +21,7 @@ from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
 from nnxmoe.train.loop.step import Step
 
-_BYTES = "base64"  # key of a state in bytes, such as from grain's DataLoader
+_BYTES = "base64"  # key of a state of type bytes, such as from grain's DataLoader
 _PROCESSES = "processes"  # key of per-process positions, such as with grain.ShardByJaxProcess
 
 
@@ -168,7 +168,7 @@ def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def own_rows(sharding: Sharding, shape: tuple[int, ...]) -> bool:
-    """Check whether the processes' devices hold disjoint rows, equally many per process."""
+    """Check whether every process has the same number of row ranges, disjoint from other processes."""
     row_ranges: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
     for device, index in sharding.devices_indices_map(shape).items():
         row_ranges[device.process_index].add(index[0].indices(shape[0]))

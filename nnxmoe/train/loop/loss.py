@@ -53,11 +53,12 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLoss:
-    """Loss computed in chunks of at most ``logits`` logits per device, without the full logits.
+    """Loss computed in chunks of at most ``logits`` logits per device.
 
-    The forward pass also computes the gradients, so no matmul runs twice. The loss is exact: a token's
-    softmax is never split. Each device gathers the kernel once, in the dtype of ``x``, and processes
-    its tokens in chunks. The kernel's gradients are summed over the devices at the end.
+    The full logits are never materialized. The forward pass also computes the gradients, so no matmul
+    runs twice. The loss is exact: a token's softmax is never split. Each device gathers the kernel
+    once, in the dtype of ``x``, and processes its tokens in chunks. The kernel's gradients are summed
+    over the devices at the end.
     """
 
     logits: int = 1 << 26
@@ -146,7 +147,7 @@ def _chunked(
 def _with_slopes(
     x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
 ) -> Any:
-    """Compute both sums, and the gradients of the loss for ``x`` and, if trainable, ``kernel``."""
+    """Compute both sums, and the loss gradients with respect to ``x`` and, if trainable, ``kernel``."""
     (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     local = functools.partial(_slopes_of_rows, step=step, z=z)
     if mesh is None or not axes:
@@ -211,7 +212,7 @@ def _chunked_jvp(step: int, z: float, mesh: AnyMesh | None, primals: Any, tangen
     # A frozen kernel comes last and has no gradient, so the lists may differ in length.
     for grad, tangent in zip(jax.tree.leaves(grads), jax.tree.leaves(tangents[:2]), strict=False):
         if not isinstance(tangent, SymbolicZero):
-            # Float32, also in reverse mode: 1 / tokens scales all gradients, and is off by up to 0.4 % in bfloat16.
+            # Float32, also in reverse mode: 1 / tokens scales all gradients, and bfloat16 rounds it by up to 0.4 %.
             total += jnp.sum(grad.astype(jnp.float32) * tangent.astype(jnp.float32))
     return sums, (total, jnp.zeros(()))
 

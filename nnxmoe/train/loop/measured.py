@@ -66,7 +66,7 @@ def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Met
         metrics["mtp"] = float(losses.mtp)
     if conflicts := losses.measured.keys() & {*metrics, *_OWN}:
         raise ValueError(
-            f"the objective's metric {sorted(conflicts)[0]!r} has the name of one of nnxmoe's metrics: rename it"
+            f"the objective's metric {sorted(conflicts)[0]!r} has the name of a built-in metric: rename it"
         )
     metrics |= {name: float(value) for name, value in losses.measured.items()}
     metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}

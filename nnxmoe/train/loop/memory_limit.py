@@ -35,7 +35,7 @@ def refuse_state(step: Step) -> float:
     refuse_beyond_memory(
         state_bytes + gradient_bytes,
         "training takes, without activations,",
-        "train adapters (train.lora.add), fewer parameters (trainable=…) or on more devices (mesh=…)",
+        "train adapters (train.lora.add) or fewer parameters (trainable=…), or use more devices (mesh=…)",
     )
     return available - state_bytes
 
@@ -68,7 +68,7 @@ class BatchLimit:
         if needed > self.room:
             raise ValueError(
                 f"a batch of {shape[0]} rows, {list(shape)}, takes at least {bytes_text(needed)} of activations, and "
-                f"{bytes_text(max(self.room, 0))} of memory are left beside the model: use fewer rows (batch_size), "
+                f"{bytes_text(max(self.room, 0))} of memory are free: use fewer rows (batch_size), "
                 f"more parts (accumulate) or more devices (mesh=…), or set {VARIABLE}=off to try anyway"
             )
 

@@ -26,8 +26,8 @@ class Losses:
     """Losses of one batch, as arrays or shapes. A field is None if the objective does not compute it."""
 
     total: Any  # the scalar to minimize
-    cross_entropy: Any  # mean over the tokens that count
-    tokens: Any  # number of tokens, or of pairs of completions, that count
+    cross_entropy: Any  # mean over the unmasked tokens
+    tokens: Any  # number of unmasked tokens, or of pairs of completions
     balance: Any  # load-balancing loss, unweighted
     router_z: Any  # routers' z-loss, unweighted
     load: Any  # int [L, E]: assignments per MoE layer and expert, prediction layers last

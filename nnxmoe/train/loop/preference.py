@@ -91,7 +91,9 @@ class DPO(RouterLosses):
 
     def __post_init__(self) -> None:
         if isinstance(self.reference, CausalLM):
-            raise ValueError("DPO(reference=…) is a model: pass the batches through train.with_reference(batches, it)")
+            raise ValueError(
+                "DPO(reference=…) is a model: pass the batches through train.with_reference(batches, model)"
+            )
         super().__post_init__()
         set_numbers(self, "beta", positive=True)
         set_numbers(self, "label_smoothing")
@@ -153,7 +155,7 @@ class DPO(RouterLosses):
 
 
 def check_pairs(batch: Batch) -> None:
-    """Raise ValueError if a batch does not consist of the arrays of pairs, all int ``[B, 2, T]``."""
+    """Raise ValueError if a batch does not have the arrays of pairs, all int ``[B, 2, T]``."""
     for name in FIELDS[:2]:
         if name not in batch:
             raise ValueError(f"a batch of pairs needs {name} [B, 2, T], got {', '.join(batch) or 'no fields'}")

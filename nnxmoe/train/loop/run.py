@@ -55,9 +55,9 @@ class Run:
 
     step: Step
     source: BatchSource
-    steps: int  # in total
+    steps: int  # total number of steps
     seed: int
-    flops: float  # per token
+    flops: float  # FLOPs per token
     limit: BatchLimit
     checkpoints: Checkpoints | None
     evaluation: Evaluation | None
@@ -179,7 +179,7 @@ class Run:
         progress = Progress(number, self.steps, metrics, load, model, measured)
         stop = any([is_true(callback(progress)) for callback in self.callbacks])
         if stop and next_started:
-            raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
+            raise ValueError(f"a late callback cannot stop the training at step {number}: remove its attribute late")
         stop = not next_started and any_process(lambda: stop, self.step.mesh)()
         if stop and not EVALUATED <= metrics.keys():
             metrics |= self._evaluated()
@@ -190,7 +190,7 @@ class Run:
         self.bar.set_postfix(shown_metrics(metrics), refresh=False)
         self.bar.update()
         if interrupted and not is_last:
-            hint = "nothing is saved: pass a checkpoint folder to fit to be able to continue"
+            hint = "nothing is saved: pass a checkpoint folder to fit, so that a later call can continue"
             if self.checkpoints is not None:
                 self.checkpoints.wait()
                 hint = f"saved in {self.checkpoints.folder}: the same call continues from there"

@@ -35,8 +35,8 @@ class Step:
         trainable: NNX filter that selects the trained variables.
         accumulate: Number of parts that a batch is split into. The parts are processed sequentially.
             The gradients are equal to the gradients of the whole batch.
-        bias_rate: Step size of the update of the routers' correction biases, which follows the
-            optimizer's update (u in Wang et al. 2024).
+        bias_rate: Step size of the routers' correction-bias update (u in Wang et al. 2024). This update
+            follows the optimizer's update.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Step:
     def saved(self, state: TrainState) -> dict[str, Any]:
         """Return the arrays for a checkpoint.
 
-        Frozen variables that never change, such as adapted kernels, are left out.
+        Frozen variables that never change, such as adapted kernels, are omitted.
         """
         moments = dict(zip(moment_paths(state.moments), jax.tree.leaves(state.moments), strict=True))
         moving = {name: state.frozen[name] for name in self._moving}
@@ -204,8 +204,8 @@ def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]
         return places, next(iter(places.values()))
     if any(AxisType.Explicit in place.mesh.axis_types for place in multi_device if isinstance(place, NamedSharding)):
         raise ValueError(
-            "the model's arrays are on a mesh with explicit axes: make it with axis_types=(jax.sharding.AxisType.Auto, "
-            "…), or pass mesh=, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
+            "the model's arrays are on a mesh with explicit axes: create it with "
+            "axis_types=(jax.sharding.AxisType.Auto, …), or pass mesh=, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
         )
     replicated = _replicated(multi_device[0])
     places = {name: place if getattr(values[name], "committed", True) else replicated for name, place in places.items()}

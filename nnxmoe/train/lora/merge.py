@@ -111,7 +111,7 @@ def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Met
 
 
 def without(model: CausalLM) -> CausalLM:
-    """Return a copy of a model without its unmerged adapters.
+    """Return a copy of a model without its (unmerged) adapters.
 
     The copy shares the arrays but not the variables, so assigning to a variable of the copy does not
     change the model. Use the copy as the reference model of preference losses such as DPO (Rafailov et
