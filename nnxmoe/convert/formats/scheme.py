@@ -158,7 +158,7 @@ class QuantizationScheme:
         ranked = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
         rank, weights = max(ranked, key=lambda pair: pair[0], default=(0, None))
         if not rank or weights is None:
-            raise MalformedTensor(f"{module} is quantized, but the targets of no group in config_groups match it")
+            raise MalformedTensor(f"{module} is quantized, but no group in config_groups targets it")
         return weights
 
 

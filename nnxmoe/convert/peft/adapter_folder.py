@@ -73,7 +73,9 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         raise ValueError("cannot save: the model has no adapters; use nnxmoe.save_pretrained to save a whole model")
     report = model.load_report
     if report is not None and report.towers:
-        logger.warning("%s: the adapter fits the text model only, as loaded here or saved by save_pretrained", folder)
+        logger.warning(
+            "%s: the adapter fits only the text model that save_pretrained saves, not the multimodal model", folder
+        )
     if unsupported_names := sorted(
         {adapter.slot.name for adapter in adapters if adapter.slot.name.startswith(family_of(model).peft_excluded)}
     ):
