@@ -53,7 +53,7 @@ def unused(rows: Mapping[str, "Row"], linen_arrays: Mapping[str, Any]) -> list[s
     """Return an error message for each Linen array that no row reads."""
     used_names = {source for row in rows.values() for source in row.sources}
     return [
-        f"{name} {list(np.shape(a))} of the tree is in no row"
+        f"{name} {list(np.shape(a))} of the tree is not used by any row"
         for name, a in linen_arrays.items()
         if name not in used_names
     ]

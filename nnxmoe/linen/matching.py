@@ -1,6 +1,6 @@
 """Match NNX parameters with Linen parameters: find candidate pairs, then accept unambiguous pairs.
 
-"Our" entries are NNX parameters. "Their" entries are Linen parameters.
+Entries in ``ours`` are NNX parameters, and entries in ``theirs`` are Linen parameters.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from nnxmoe.linen.words import Words
 Shape = tuple[int, ...]
 Layers = frozenset[int | None]
 OUTSIDE: Layers = frozenset({None})
-_AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # storage of our values in their array
+_AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # storage of NNX values in the Linen array
 
 
 class _Fit(NamedTuple):
@@ -51,7 +51,7 @@ class Entry:
         members: Full names of the parameters.
         rows: Names of the parameters in a mapping: ``name``, or ``members`` if shapes differ between
             layers.
-        hidden: True if the name may contain the index of a layer that our model does not have.
+        hidden: True if the name may contain the index of a layer that the NNX model does not have.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Entry:
 
 
 class Matching:
-    """Candidate pairs and accepted pairs. ``edges[i][j]`` is the storage of our entry i in their entry j."""
+    """Candidate pairs and accepted pairs. ``edges[i][j]`` is the storage of NNX entry i in Linen entry j."""
 
     def __init__(self, ours: list[Entry], theirs: list[Entry], every: Layers):
         self.ours, self.theirs, self.every = ours, theirs, every
@@ -116,10 +116,10 @@ class Matching:
         return b.layers == OUTSIDE and b.shape[:1] == (len(self.every),)
 
     def _votes(self, fits: Mapping[tuple[int, int], _Fit], inside: bool) -> set[bool]:
-        """Determine whether their matrices are stored as ``[out, in]``.
+        """Determine whether the Linen matrices are stored as ``[out, in]``.
 
-        Uses the matrices that fit in only one orientation and share a role with ours. Returns both True and
-        False if these matrices contradict each other.
+        Uses pairs of matrices that fit in only one orientation and have a common role. Returns both True and
+        False if these pairs contradict each other.
         """
         votes: dict[int, set[bool]] = {}
         for (i, j), (as_is, transposed, is_matrix) in fits.items():
@@ -200,7 +200,7 @@ class Matching:
         return {entry.words.digits for entry in entries if entry.words.stem == stem}
 
     def _same_role(self, i: int, j: int) -> float:
-        """Score pairs whose names have a common role, if their name contains all other words of ours.
+        """Score pairs whose names have a common role, if the Linen name contains all other words of the NNX name.
 
         An unambiguous role scores higher.
         """
@@ -230,10 +230,10 @@ class Matching:
         return bool(self.ours[i].layers & self.ours[k].layers)
 
     def sources(self) -> dict[int, Source]:
-        """Map the index of each matched entry to their name, or to (their name, `jnp.transpose`)."""
+        """Map the index of each matched NNX entry to the Linen name, or to (Linen name, `jnp.transpose`)."""
         matches = {i: (self.theirs[j].name, storage) for i, (j, storage) in self.pairs.items()}
         return {i: (name, jnp.transpose) if storage == _TRANSPOSED else name for i, (name, storage) in matches.items()}
 
     def candidates(self, i: int) -> tuple[str, ...]:
-        """Return the names of their entries that are candidates for our entry."""
+        """Return the names of the Linen entries that are candidates for an NNX entry."""
         return tuple(self.theirs[j].name for j in self.edges[i])

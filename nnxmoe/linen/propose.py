@@ -144,7 +144,7 @@ def _entries(
 
 
 def _known_layers(linen_entries: list[Entry], nnx_layers: set[Layers], stacked: bool) -> list[Entry]:
-    """Split Linen entries with ``{layer}`` into single parameters if the numbers are not our layer indices.
+    """Split Linen entries with ``{layer}`` into single parameters if the numbers are not NNX layer indices.
 
     The numbers may start at 1, count only layers of one type, or enumerate submodules.
     """

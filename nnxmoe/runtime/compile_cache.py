@@ -14,7 +14,7 @@ from nnxmoe.runtime.progress import say
 VARIABLE = "NNXMOE_COMPILE_CACHE"
 OFF = ("", "0", "off", "no", "false")
 MAX_BYTES = 2 * 2**30
-_UNFINISHED = 60.0  # seconds after which an entry without time stamp must be from a killed process
+_UNFINISHED = 60.0  # seconds after which an entry without a time stamp counts as abandoned
 
 
 def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int = MAX_BYTES) -> Path | None:

@@ -50,7 +50,9 @@ class Hardware:
                 number = real_number(f"hardware {self.name}: {name}", getattr(self, name), 0, positive=True)
                 object.__setattr__(self, name, number)
         if self.efficiency is not None and self.efficiency > 1:
-            raise ValueError(f"hardware {self.name}: efficiency is a share of the peak, 0 to 1, got {self.efficiency}")
+            raise ValueError(
+                f"hardware {self.name}: efficiency must be a fraction of the peak, 0 to 1, got {self.efficiency}"
+            )
 
 
 _GB, _GIB, _T = 1e9, 2**30, 1e12

@@ -37,7 +37,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Stop]:
-    """Defer the first Ctrl-C to the end of a step (see `Stop`). The second one raises KeyboardInterrupt.
+    """Defer the first Ctrl-C to the end of a step (see `Stop`). A second Ctrl-C raises KeyboardInterrupt.
 
     No-op outside the main thread, or if SIGINT has a custom handler.
     """

@@ -1,4 +1,4 @@
-"""Memory available for weights and caches, to reject arrays that do not fit before allocation."""
+"""Memory available for weights and caches, to reject arrays that do not fit before they are allocated."""
 
 import contextlib
 import ctypes
@@ -94,7 +94,7 @@ def _group_room(group: Path, limit: str, usage: str) -> float:
 
 
 def _read(file: Path) -> bytes | None:
-    """Read a file. Returns None if it is missing, or, with a warning, if it is not readable."""
+    """Read a file. Returns None if it is missing. Warns and returns None if it is not readable."""
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

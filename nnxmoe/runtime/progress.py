@@ -1,6 +1,6 @@
 """Log messages and progress bars.
 
-Messages are logged to the logger ``nnxmoe``, without a handler. If a script or notebook does not
+The package logs to the logger ``nnxmoe`` and adds no handler. If a script or notebook does not
 configure logging, Python therefore prints only warnings, on stderr.
 ``logging.basicConfig(level="INFO")`` shows all messages. The command line adds a handler.
 Progress bars use tqdm (``TQDM_DISABLE=1`` disables them).

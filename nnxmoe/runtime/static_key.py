@@ -38,7 +38,7 @@ def static_key(*values: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """Return the key, or None if a part of it is unhashable."""
+    """Return the key, or None if it is not hashable."""
     try:
         hash(key)
     except TypeError:

@@ -115,7 +115,7 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
         lines.append(f"  {'agree' if agree[i] else 'maybe'}  {' = '.join(map(str, pairs[i]))}  {gaps[i]}")
         lines[-1] += "" if agree[i] else " (perhaps intended: the mapping changes its parameters)"
     if first == len(pairs):
-        return [*lines, "  this is the last: the cause comes after it, outside all submodules"]
+        return [*lines, "  this is the last call: the cause is after it, outside all submodules"]
     ours, theirs = pairs[first]
     lines.append(f"  DIFFER {ours} = {theirs}  {gaps[first]}")
     if ours.given is not None and theirs.given is not None and ours.given.shape == theirs.given.shape:

@@ -74,7 +74,7 @@ def explain_routing(ours: NNXSide, params: Mapping[str, Any], pairs: list[Pair],
             continue
         if measure_gap(call.returned, their_call.returned).error > tolerance:
             return [
-                f"of the MoE block {call} = {their_call}:",
+                f"inside the MoE block {call} = {their_call}:",
                 *_steps(_of_layer(moe, call.number, call.of), call, their_call, tolerance),
             ]
     return []

@@ -83,7 +83,7 @@ def _general_name(mapping: Mapped) -> Callable[[str], tuple[str, int | None]]:
 
 
 class _Stacked(dict[str, Source]):
-    """Mapping that stacks the layers of rows with ``{layer}`` only in the tree's names."""
+    """Mapping whose rows stack all layers if only the Linen name has ``{layer}``."""
 
     def __init__(self, mapping: Mapped, theirs: Mapping[str, Any]):
         super().__init__({key: _stacked(key, source, theirs) for key, source in mapping.items()})

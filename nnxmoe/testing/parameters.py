@@ -40,7 +40,7 @@ def compare_trees(
 ) -> dict[str, Row]:
     """Return the row of each Linen parameter.
 
-    Raises AssertionError with all faults of the mapping and of both trees.
+    Raises AssertionError with all errors in the mapping and in both trees.
     """
     if mapping is None:
         rows, errors = _maxtext_rows(module, shapes)

@@ -384,7 +384,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: dataclasses.replace(TABLE["h100"], efficiency=0), "efficiency must be a finite positive .*, got 0"),
         (
             lambda: dataclasses.replace(TABLE["h100"], efficiency=40),
-            "efficiency is a share of the peak, 0 to 1, got 40",
+            "efficiency must be a fraction of the peak, 0 to 1, got 40",
         ),
         (
             lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, strategy=nnxmoe.Strategy(), microbatches=2),

@@ -881,7 +881,7 @@ def test_faults_of_mappings_are_listed() -> None:
     assert "norm/scale [24] has no row in the mapping" in text
     assert "layers/1/mlp/down/kernel: the tree has no h_1/mlp/down/kernel" in text
     assert "layers/0/mlp/gate/kernel: its function fails for float32[" in text
-    assert "ln_f/scale [24] of the tree is in no row" in text
+    assert "ln_f/scale [24] of the tree is not used by any row" in text
     assert "layers/7/mlp/gate/kernel of the mapping is not a parameter of this model" in text
     square = model.config.num_attention_heads * model.config.head_dim == model.config.hidden_size
     assert square or re.search(r"layers/\*/attention/o/kernel is .* \(2 layers\)", text)

@@ -439,7 +439,7 @@ def test_every_fault_of_linen_parameters_is_listed() -> None:
         "blocks/0/up/bias [20] has no row in the mapping",
         "blocks/2/down/kernel: the tree has no block_2/fc2/kernel",
         "blocks/{layer}/gate of the mapping is not a parameter of this model",
-        "block_2/extra [3] of the tree is in no row",
+        "block_2/extra [3] of the tree is not used by any row",
     ):
         assert fault in str(caught.value).replace("*", "0"), fault
     tree["block_2"]["fc2"] = {"kernel": tree["block_0"]["fc2"]["kernel"]}
@@ -449,7 +449,7 @@ def test_every_fault_of_linen_parameters_is_listed() -> None:
     for fault in (
         "blocks/0/up/kernel is [12, 20], block_0/fc1/kernel give [20, 12]",
         "blocks/1/norm/scale is float32, block_1/ln/scale give int32",
-        "block_2/fc1/bias [20] of the tree is in no row",
+        "block_2/fc1/bias [20] of the tree is not used by any row",
     ):
         assert fault in str(caught.value), fault
     short = jax.tree.map(lambda a: a[:2], drawn(True))
@@ -690,7 +690,8 @@ def test_difference_outside_submodules() -> None:
 def test_difference_after_the_last_submodule() -> None:
     text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, linen_call=lambda m, x: m(x) + 1)
     assert (
-        "agree  the whole module = the whole module  " in text and "this is the last: the cause comes after it" in text
+        "agree  the whole module = the whole module  " in text
+        and "this is the last call: the cause is after it" in text
     )
 
 
