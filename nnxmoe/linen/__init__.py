@@ -161,10 +161,10 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
         slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
         dtypes = {values[path].dtype for path, slot in slots if slot.matrix}
         part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*dtypes))
-    out = part(*args, **kwargs)
+    output = part(*args, **kwargs)
     if not module.is_initializing():  # as in Linen's modules, ``init`` does not update statistics
         _write_back(module, plan, part, values, stored)
-    return out
+    return output
 
 
 def _draw(module: nn.Module, plan: LinenPlan) -> None:

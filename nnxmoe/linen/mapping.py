@@ -169,8 +169,8 @@ def read_mapping(
             errors.append(f"{name}: {invalid[0]} does not have the {counts[general.split(LAYER)[0]]} layers on axis 0")
             continue
         rows[name] = Row(parts, _add_checks(name, shape, sources, make), not isinstance(source, str))
-    known = {*target_shapes, *(general_name(name)[0] for name in target_shapes)}
-    invalid = [f"{name} of the mapping is not a parameter of this model" for name in mapping if name not in known]
+    known_names = {*target_shapes, *(general_name(name)[0] for name in target_shapes)}
+    invalid = [f"{name} of the mapping is not a parameter of this model" for name in mapping if name not in known_names]
     return rows, errors + invalid
 
 

@@ -178,10 +178,10 @@ def _read_keys(linen_entries: list[Entry]) -> None:
             partner_stems = {
                 (*sorted(p if word == role else word for word in words), *suffix) for p in partners.split()
             }
-            known = entry.words.aspects[2] or (
+            confirmed = entry.words.aspects[2] or (
                 role == "o" and entry.words.aspects[0]
             )  # a low-rank factor, or attention/o
-            if entry.words.roles == {role} and role in words and not known and not partner_stems & stems:
+            if entry.words.roles == {role} and role in words and not confirmed and not partner_stems & stems:
                 entry.words = dataclasses.replace(entry.words, roles=frozenset())
 
 

@@ -107,7 +107,7 @@ def read(name: str, unambiguous: bool = False) -> Words:
             next((second for first, second in pairs if first in ("q", "kv") and second in ("a", "b")), ""),
         )
     bias = leaf in ("bias", "b", "beta") if leaf or unambiguous else None
-    known = _NOISE | _SIDES.keys() | _ROLES.keys() | _POSITIONS | {"a", "b"}
+    known_words = _NOISE | _SIDES.keys() | _ROLES.keys() | _POSITIONS | {"a", "b"}
     return Words(
         roles,
         norm,
@@ -115,7 +115,7 @@ def read(name: str, unambiguous: bool = False) -> Words:
         aspects,
         (*sorted(w for w in words if w not in _NOISE and not w.isdigit()), "norm" * bool(norm), "bias" * bool(bias)),
         tuple(word for word in words if word.isdigit()),
-        frozenset(word for word in words if word not in known and not word.isdigit()),
+        frozenset(word for word in words if word not in known_words and not word.isdigit()),
     )
 
 

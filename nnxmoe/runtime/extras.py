@@ -27,6 +27,6 @@ def _requirements(extra: str) -> list[str]:
     for line in importlib.metadata.requires("nnxmoe") or ():
         name, _, marker = (part.strip() for part in line.partition(";"))
         if re.search(extra_marker, marker):
-            rest = re.sub(rf"\s*(\band\s+)?{extra_marker}(\s+and\b)?\s*", "", marker)
-            requirements.append(f"{name}; {rest}" if rest else name)
+            other_markers = re.sub(rf"\s*(\band\s+)?{extra_marker}(\s+and\b)?\s*", "", marker)
+            requirements.append(f"{name}; {other_markers}" if other_markers else name)
     return requirements

@@ -112,9 +112,11 @@ TABLE: Mapping[str, Hardware] = {
 }
 
 
-def of_device(kind: str) -> Hardware | None:
+def of_device(device_kind: str) -> Hardware | None:
     """Return the row of the table for JAX's ``device_kind``, or None if the table lacks the device."""
     for hardware in TABLE.values():
-        if kind in hardware.kinds or (hardware.platform == GPU and any(part in kind for part in hardware.kinds)):
+        if device_kind in hardware.kinds or (
+            hardware.platform == GPU and any(part in device_kind for part in hardware.kinds)
+        ):
             return hardware
     return None

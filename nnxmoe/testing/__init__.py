@@ -81,20 +81,22 @@ def assert_module_parity(
     title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
     try:
         with jax.default_matmul_precision("highest"):
-            ours = sides.NNXSide(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
-            theirs = sides.LinenSide(linen_module, linen_call, arguments)
-            rows = theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)
-            (out, calls), (their_out, their_calls) = (sides.run(s, ours.params, arguments) for s in (ours, theirs))
+            nnx_side = sides.NNXSide(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
+            linen_side = sides.LinenSide(linen_module, linen_call, arguments)
+            rows = linen_side.rows = compare_trees(title, nnx_module, nnx_side.params, linen_side.shapes, mapping)
+            (out, calls), (their_out, their_calls) = (
+                sides.run(s, nnx_side.params, arguments) for s in (nnx_side, linen_side)
+            )
             pairs = pair_calls(rows, calls, their_calls)
             try:
                 worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
             except AssertionError as error:
                 if list(map(jnp.shape, jax.tree.leaves(out))) != list(map(jnp.shape, jax.tree.leaves(their_out))):
                     raise  # shapes differ, so values cannot be compared
-                causes = explain.find_exchange(theirs, ours.params, arguments, out, tolerance)
-                causes = causes or explain.explain_routing(ours, ours.params, pairs, tolerance)
+                causes = explain.find_exchange(linen_side, nnx_side.params, arguments, out, tolerance)
+                causes = causes or explain.explain_routing(nnx_side, nnx_side.params, pairs, tolerance)
                 raise AssertionError("\n  ".join([str(error), *causes])) from None
-            grads = [sides.compute_gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
+            grads = [sides.compute_gradients(side, nnx_side.params, arguments, out) for side in (nnx_side, linen_side)]
             gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
         raise error.with_traceback(None) from None  # the message explains the error, the traceback does not
@@ -103,7 +105,7 @@ def assert_module_parity(
             raise
         example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.from_lengths(config.rope, batch, length))[0]"
         raise ValueError(f"{error}, which has the positions of the tokens: pass {example}") from None
-    return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)
+    return ParityReport(len(nnx_side.params), len(pairs), worst, gradient, tolerance)
 
 
 def _check(nnx_module: Any, linen_module: Any, mapping: Any, tolerance: Any) -> float:

@@ -30,9 +30,9 @@ class _Gap(NamedTuple):
         return f"{self.error:.1e} at {list(self.at)}: NNX {self.ours:.6g}, Linen {self.theirs:.6g}"
 
 
-def measure_gap(ours: Any, theirs: Any) -> _Gap:
+def measure_gap(nnx_values: Any, linen_values: Any) -> _Gap:
     """Compute the largest difference of two arrays."""
-    a, b = (np.asarray(x, np.float64) for x in (ours, theirs))
+    a, b = (np.asarray(x, np.float64) for x in (nnx_values, linen_values))
     if not a.size:
         return _Gap(0.0, (), 0.0, 0.0)
     with np.errstate(invalid="ignore"):
@@ -43,18 +43,18 @@ def measure_gap(ours: Any, theirs: Any) -> _Gap:
 
 
 def compare_outputs(
-    title: str, ours: Any, theirs: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
+    title: str, nnx_output: Any, linen_output: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
 ) -> float:
     """Return the largest difference between the outputs.
 
     Raises AssertionError with the first pair of submodules whose results differ.
     """
-    (a, tree), (b, their_tree) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
+    (a, tree), (b, their_tree) = (jax.tree_util.tree_flatten_with_path(output) for output in (nnx_output, linen_output))
     if tree != their_tree or [kind(leaf) for _, leaf in a] != [kind(leaf) for _, leaf in b]:
         lines = [
             f"{title} in the structure of their outputs:",
-            f"NNX returns {_shown(ours, a)}",
-            f"Linen returns {_shown(theirs, b)}",
+            f"NNX returns {_shown(nnx_output, a)}",
+            f"Linen returns {_shown(linen_output, b)}",
             _selection(a, b),
         ]
         raise AssertionError("\n  ".join(lines))
@@ -82,9 +82,9 @@ def _shown(output: Any, leaves: list[Any]) -> str:
     return name + (", ".join(kind(leaf) for _, leaf in leaves) or "nothing")
 
 
-def _selection(ours: list[Any], theirs: list[Any]) -> str:
+def _selection(nnx_leaves: list[Any], linen_leaves: list[Any]) -> str:
     """Suggest how to select an output if one side returns a single output and the other several."""
-    for call, several, single in (("nnx_call", ours, theirs), ("linen_call", theirs, ours)):
+    for call, several, single in (("nnx_call", nnx_leaves, linen_leaves), ("linen_call", linen_leaves, nnx_leaves)):
         paths = [
             jax.tree_util.keystr(path)
             for path, leaf in several
@@ -107,8 +107,8 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
     gaps = [measure_gap(a.returned, b.returned) for a, b in pairs]
     agree = [gap.error <= tolerance for gap in gaps]
     differing = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
-    changed = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
-    unexplained = [i for i in differing if "/".join(map(str, pairs[i][0].path)) not in changed]
+    changed_modules = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
+    unexplained = [i for i in differing if "/".join(map(str, pairs[i][0].path)) not in changed_modules]
     first = next(iter(unexplained or differing), len(pairs))
     lines = [f"first difference, of {len(pairs)} calls of submodules in order of execution:"]
     for i in [i for i in range(first) if agree[i]][-1:] + [i for i in differing if i < first]:
@@ -116,10 +116,10 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
         lines[-1] += "" if agree[i] else " (perhaps intended: the mapping changes its parameters)"
     if first == len(pairs):
         return [*lines, "  this is the last call: the cause is after it, outside all submodules"]
-    ours, theirs = pairs[first]
-    lines.append(f"  DIFFER {ours} = {theirs}  {gaps[first]}")
-    if ours.given is not None and theirs.given is not None and ours.given.shape == theirs.given.shape:
-        gap = measure_gap(ours.given, theirs.given).error
+    nnx_call, linen_call = pairs[first]
+    lines.append(f"  DIFFER {nnx_call} = {linen_call}  {gaps[first]}")
+    if nnx_call.given is not None and linen_call.given is not None and nnx_call.given.shape == linen_call.given.shape:
+        gap = measure_gap(nnx_call.given, linen_call.given).error
         inputs_agree = f"  its inputs agree, {gap:.1e}: the cause is inside it"
         inputs_differ = f"  its inputs already differ, {gap:.1e}: the cause is before it, between the two"
         lines.append(inputs_agree if gap <= tolerance else inputs_differ)
@@ -133,30 +133,30 @@ def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
     """
     path, enclosing = pairs[i][0].path, {}
     for j in range(i + 1, len(pairs)):
-        other = pairs[j][0].path
-        if len(other) < len(path) and other == path[: len(other)]:
-            enclosing.setdefault(other, agree[j])
+        other_path = pairs[j][0].path
+        if len(other_path) < len(path) and other_path == path[: len(other_path)]:
+            enclosing.setdefault(other_path, agree[j])
     return any(enclosing.values())
 
 
 # Correspondence of submodules
 
 
-def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
+def pair_calls(rows: Mapping[str, Row], nnx_calls: list[Call], linen_calls: list[Call]) -> list[Pair]:
     """Pair calls of submodules with equal parameters and equal shapes of results, in execution order.
 
     If one side has more such calls, for example in a wrapper around a layer, only the last and
     outermost call is paired.
     """
     linen_parts = {name: list(row.parts) for name, row in rows.items()}
-    calls_by_key = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, linen_parts))
+    calls_by_key = (_by_parameters(nnx_calls, parts_of(rows)), _by_parameters(linen_calls, linen_parts))
     partner = {}
     for key in calls_by_key[0].keys() & calls_by_key[1].keys():
-        calls, others = calls_by_key[0][key], calls_by_key[1][key]
-        if len(calls) != len(others):
-            calls, others = calls[-1:], others[-1:]
-        partner |= {id(call): other for call, other in zip(calls, others, strict=True)}
-    return [(call, partner[id(call)]) for call in ours if id(call) in partner]
+        calls, linen_matches = calls_by_key[0][key], calls_by_key[1][key]
+        if len(calls) != len(linen_matches):
+            calls, linen_matches = calls[-1:], linen_matches[-1:]
+        partner |= {id(call): linen_match for call, linen_match in zip(calls, linen_matches, strict=True)}
+    return [(call, partner[id(call)]) for call in nnx_calls if id(call) in partner]
 
 
 def parts_of(rows: Mapping[str, Row]) -> dict[str, list[Part]]:
@@ -195,12 +195,12 @@ def compare_gradients(
 
     Raises AssertionError with the largest difference and the difference nearest to the output.
     """
-    (by_params, by_inputs), (their_params, their_inputs) = grads
-    gaps = {name: measure_gap(a, their_inputs[name]) for name, a in by_inputs.items()}
+    (param_grads, input_grads), (their_params, their_inputs) = grads
+    gaps = {name: measure_gap(a, their_inputs[name]) for name, a in input_grads.items()}
     for label, (name, i) in _in_order(rows, calls):
         index = ... if i is None else i
-        if name in by_params:  # integer parameters have no gradient
-            gaps[label] = measure_gap(by_params[name][index], their_params[name][index])
+        if name in param_grads:  # integer parameters have no gradient
+            gaps[label] = measure_gap(param_grads[name][index], their_params[name][index])
     differing = [label for label, gap in gaps.items() if not gap.error <= tolerance]
     if differing:
         worst, last = max(gaps, key=lambda label: gaps[label].error), differing[-1]

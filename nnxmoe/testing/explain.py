@@ -24,19 +24,19 @@ _LARGE = 1 << 28  # bytes of parameters; larger modules are not rerun
 
 
 def find_exchange(
-    theirs: LinenSide, params: Mapping[str, Any], arguments: Arguments, out: Any, tolerance: float
+    linen_side: LinenSide, params: Mapping[str, Any], arguments: Arguments, output: Any, tolerance: float
 ) -> list[str]:
     """Return a hint if Linen's output agrees after exchanging two parameters or modules.
 
     Tries pairs with equal shapes. Returns an empty list if no exchange helps.
     """
-    stored = {name: row(params) for name, row in theirs.rows.items()}
+    stored = {name: row(params) for name, row in linen_side.rows.items()}
     if sum(array.nbytes for array in stored.values()) > _LARGE:
         return []
-    run = jax.jit(lambda stored, floats: theirs.apply(stored, arguments.with_floats(floats)))
+    run = jax.jit(lambda stored, floats: linen_side.apply(stored, arguments.with_floats(floats)))
     for first, second, swap in itertools.islice(_swaps(stored), _SWAPS):
         leaves = jax.tree.leaves(run({name: stored[swap.get(name, name)] for name in stored}, arguments.floats))
-        if all(measure_gap(a, b).error <= tolerance for a, b in zip(jax.tree.leaves(out), leaves, strict=True)):
+        if all(measure_gap(a, b).error <= tolerance for a, b in zip(jax.tree.leaves(output), leaves, strict=True)):
             return [f"the outputs agree if Linen's {first} and {second} are exchanged: exchange them in the mapping"]
     return []
 
@@ -62,9 +62,9 @@ def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     return sorted(swaps, key=lambda pair: -len(os.path.commonprefix(pair[:2])))
 
 
-def explain_routing(ours: NNXSide, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
+def explain_routing(nnx_side: NNXSide, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
     """Describe routing, weights and experts of the first MoE block that differs despite equal inputs."""
-    modules = {path: node for path, node in nnx.iter_graph(ours.module(params)) if isinstance(node, MoE)}
+    modules = {path: node for path, node in nnx.iter_graph(nnx_side.module(params)) if isinstance(node, MoE)}
     for call, their_call in pairs:
         moe = modules.get(call.path)
         if moe is None or isinstance(moe, LatentMoE) or call.given is None or their_call.given is None:
@@ -130,8 +130,8 @@ def _lines(linen_weights: np.ndarray, nnx_weights: np.ndarray, misfit: float, to
             f"expert outputs differ (or shared experts): Linen's output is not a weighted sum of NNX's, by {misfit:.1e}"
             "; compare the activation, and the order of gate and up"
         ]
-    small = 1e-3 * np.abs(linen_weights).max(initial=1e-30)
-    linen_used, nnx_used = np.abs(linen_weights) > small, nnx_weights != 0
+    threshold = 1e-3 * np.abs(linen_weights).max(initial=1e-30)
+    linen_used, nnx_used = np.abs(linen_weights) > threshold, nnx_weights != 0
     lines = ["expert outputs equal"]
     if (differing := np.flatnonzero((linen_used != nnx_used).any(-1))).size:
         token = int(differing[0])

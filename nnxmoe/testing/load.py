@@ -51,19 +51,19 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
     values: list[tuple[Any, nnx.Variable]] = []
     for name, row in {} if errors else rows.items():
         path, variable = variables[name]
-        old, order = variable.get_value(), flax_order(variable, range(len(target_shapes[name])))
+        current, order = variable.get_value(), flax_order(variable, range(len(target_shapes[name])))
         try:
             value = jnp.asarray(row(linen_arrays)).transpose(np.argsort(order))
         except ValueError as error:
             errors.append(str(error))
             continue
         if not any(
-            jnp.issubdtype(value.dtype, number_type) and jnp.issubdtype(old.dtype, number_type)
+            jnp.issubdtype(value.dtype, number_type) and jnp.issubdtype(current.dtype, number_type)
             for number_type in _KINDS
         ):
-            errors.append(f"{name} is {old.dtype}, {' and '.join(row.sources)} give {value.dtype}")
-        value = value.astype(old.dtype)
-        values.append((path, variable.replace(jax.device_put(value, getattr(old, "sharding", None)))))
+            errors.append(f"{name} is {current.dtype}, {' and '.join(row.sources)} give {value.dtype}")
+        value = value.astype(current.dtype)
+        values.append((path, variable.replace(jax.device_put(value, getattr(current, "sharding", None)))))
     check_faults(errors + unused(rows, linen_arrays), type(module).__name__)
     nnx.update(module, nnx.from_flat_state(values))
 

@@ -66,8 +66,8 @@ def compare_trees(
             errors.append(f"{source}: the row gives {kind(result)}, Linen has {kind(shapes[name])}{hint}")
     if errors:
         errors = by_layer(errors)
-        shown = errors if len(errors) <= 40 else [*errors[:40], f"… {len(errors) - 40} more"]
-        raise AssertionError("\n  ".join([f"{title} in their parameters:", *shown]))
+        listed = errors if len(errors) <= 40 else [*errors[:40], f"… {len(errors) - 40} more"]
+        raise AssertionError("\n  ".join([f"{title} in their parameters:", *listed]))
     return rows
 
 
@@ -121,10 +121,12 @@ def _taken_rows(model: CausalLM, mapping: Mapped, params: Arrays, shapes: Arrays
             continue
         for source, origin in origins.items():
             users.setdefault(source, []).append((_part(leaves[name].parts[0]), origin))
-    changed = {source for row in nnx_rows.values() if row.changed for source in row.sources}
+    changed_names = {source for row in nnx_rows.values() if row.changed for source in row.sources}
     rows = {
-        name: Row(tuple(part for part, _ in used), _undo([origin for _, origin in used], shapes[name]), name in changed)
-        for name, used in users.items()
+        name: Row(
+            tuple(part for part, _ in uses), _undo([origin for _, origin in uses], shapes[name]), name in changed_names
+        )
+        for name, uses in users.items()
     }
     for name, row in {} if errors else nnx_rows.items():
         key, layer = _part(leaves[name].parts[0])
@@ -150,12 +152,12 @@ def _origins(row: Row, shapes: Arrays) -> dict[str, _Origin]:
 
     shift = through(0 * numbers)
     scale = through(0 * numbers + 1) - shift
-    known = np.flatnonzero(scale)
-    low, high = ((through(v)[known] - shift[known]) / scale[known] for v in (numbers % 4096, numbers // 4096))
+    nonzero = np.flatnonzero(scale)
+    low, high = ((through(v)[nonzero] - shift[nonzero]) / scale[nonzero] for v in (numbers % 4096, numbers // 4096))
     positions, origins = np.rint(low) + 4096 * np.rint(high), {}
     for source, size, end in zip(row.sources, sizes, np.cumsum(sizes), strict=True):
         in_source = (positions >= end - size) & (positions < end)
-        indices = known[in_source]
+        indices = nonzero[in_source]
         origins[source] = _Origin(
             indices, (positions[in_source] - (end - size)).astype(int), scale[indices], shift[indices]
         )
@@ -186,8 +188,8 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
 
     def row(leaf: ArrayLayout) -> Row:
         def make(*arrays: Array) -> Array:
-            changed = [leaf.change(a.reshape(leaf.part_shape)).astype(a.dtype) for a in arrays]
-            return changed[0] if leaf.axis is None else jnp.stack(changed, axis=leaf.axis)
+            converted = [leaf.change(a.reshape(leaf.part_shape)).astype(a.dtype) for a in arrays]
+            return converted[0] if leaf.axis is None else jnp.stack(converted, axis=leaf.axis)
 
         return Row(tuple(map(_part, leaf.parts)), make, leaf.change != UNCHANGED)
 

@@ -54,8 +54,8 @@ class Tape:
 
     def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
         """Record Linen's calls, as an interceptor for ``nn.intercept_methods``."""
-        out = next_call(*args, **kwargs)
-        return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
+        output = next_call(*args, **kwargs)
+        return self.take(context.module.path, (args, kwargs), output) if context.method_name == "__call__" else output
 
     def take(self, path: Path, given: Any, returned: Any) -> Any:
         """Return ``returned``, and record it each time the compiled program executes this call.
@@ -95,8 +95,8 @@ def _taped(module_class: type[nnx.Module]) -> type[nnx.Module]:
     """Create a subclass that records its calls."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = module_class.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return self._take((args, kwargs), out)
+        output = module_class.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._take((args, kwargs), output)
 
     return types.new_class(
         module_class.__name__,

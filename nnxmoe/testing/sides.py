@@ -111,8 +111,8 @@ def compute_gradients(
     weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
 
     def weighted_sum(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
-        out = jax.tree.leaves(side(params | fixed, arguments.with_floats(floats)))
-        sums = (jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
+        outputs = jax.tree.leaves(side(params | fixed, arguments.with_floats(floats)))
+        sums = (jnp.sum(weight * a) for weight, a in zip(weights, outputs, strict=True) if is_floating(a))
         return sum(sums, start=jnp.float32(0))  # integer outputs have no gradients
 
     trained = {name: value for name, value in params.items() if name not in fixed}

@@ -169,9 +169,9 @@ class Checkpoints:
     def _acquire(self) -> str:
         """Lock the folder until release or process exit. Forked children do not inherit the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if others := sorted(name for name in os.listdir(self.folder) if not _OURS.fullmatch(name)):
+        if foreign := sorted(name for name in os.listdir(self.folder) if not _OURS.fullmatch(name)):
             raise CheckpointError(
-                f"{self.folder} holds {some(others)}, which is not from a run with checkpoints: use a new or empty "
+                f"{self.folder} holds {some(foreign)}, which is not from a run with checkpoints: use a new or empty "
                 "folder, or move these files away"
             )
         if self._lock is None:

@@ -144,10 +144,10 @@ class _RenderedChat:
         appended = [content + _MARK, content.rstrip() + _MARK] if isinstance(content, str) else []
         for value in (replacement, *appended):
             marked = self._render([*chat[:turn], chat[turn] | {"content": value}, *chat[turn + 1 :]])
-            before, marker, rest = marked.partition(_MARK)
-            is_unique = marker and _MARK not in rest and len(before) + len(rest) <= len(text)
-            if is_unique and text.startswith(before) and text.endswith(rest):
-                return (len(before) if value is replacement else None), len(text) - len(rest)
+            prefix, marker, suffix = marked.partition(_MARK)
+            is_unique = marker and _MARK not in suffix and len(prefix) + len(suffix) <= len(text)
+            if is_unique and text.startswith(prefix) and text.endswith(suffix):
+                return (len(prefix) if value is replacement else None), len(text) - len(suffix)
         return None
 
 

@@ -94,6 +94,6 @@ class BadRecords:
 
     def _text(self, unit: str) -> str:
         faults = sorted(self._faults.values(), key=lambda fault: -fault.count)
-        shown, unlisted = faults[:_LISTED_REASONS], faults[_LISTED_REASONS:]
+        listed, unlisted = faults[:_LISTED_REASONS], faults[_LISTED_REASONS:]
         summary = [f"{sum(fault.count for fault in unlisted)} for {len(unlisted)} other reasons"] if unlisted else []
-        return "; ".join([*(fault.text(unit) for fault in shown), *summary])
+        return "; ".join([*(fault.text(unit) for fault in listed), *summary])

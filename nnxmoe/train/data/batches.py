@@ -164,10 +164,10 @@ class Batches(Iterator[Batch]):
         if state.get("version") != _VERSION or not isinstance(state.get("data"), Mapping):
             raise DataError(f"{short(dict(state))} is not a state of Batches: pass the result of get_state")
         saved, current = state["data"], self._settings()
-        changed = [name for name in sorted(current.keys() | saved.keys()) if current.get(name) != saved.get(name)]
-        if changed:
+        mismatches = [name for name in sorted(current.keys() | saved.keys()) if current.get(name) != saved.get(name)]
+        if mismatches:
             changes = ", ".join(
-                f"{name} was {short(saved.get(name))}, is {short(current.get(name))}" for name in changed
+                f"{name} was {short(saved.get(name))}, is {short(current.get(name))}" for name in mismatches
             )
             raise DataError(
                 f"{self.documents.lines}: the state is from different data or settings ({changes}): use the "

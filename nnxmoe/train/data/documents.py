@@ -208,16 +208,16 @@ class Documents:
             "tokenizer's sha256": tokenizer_digest,
         }
 
-    def _note(self, where: str, why: str) -> None:
+    def _note(self, location: str, reason: str) -> None:
         """Warn about a chat that is only partly trained on, once per reason."""
-        if why not in self._noted:
-            self._noted.add(why)
-            logger.warning("%s: %s. Further chats with this problem are not reported", where, why)
+        if reason not in self._noted:
+            self._noted.add(reason)
+            logger.warning("%s: %s. Further chats with this problem are not reported", location, reason)
 
-    def _make(self, record: Any, where: str) -> Document:
+    def _make(self, record: Any, location: str) -> Document:
         try:
             if record.text is None:
-                note = functools.partial(self._note, where)
+                note = functools.partial(self._note, location)
                 return Document(*chat_tokens(self.tokenizer, record.messages, record.answers, note, record.tools), True)
             prompt = self.tokenizer.encode(record.prompt) if record.prompt else []
             ids = self.tokenizer.encode(record.prompt + record.text)
@@ -247,8 +247,8 @@ class Pairs(Documents):
     parse = staticmethod(pair_of)
     empty = Pair(**vars(Documents.empty), rejected=Documents.empty)
 
-    def _make(self, record: Any, where: str) -> Pair:
-        chosen, rejected = (super(Pairs, self)._make(part, where) for part in record)
+    def _make(self, record: Any, location: str) -> Pair:
+        chosen, rejected = (super(Pairs, self)._make(part, location) for part in record)
         return Pair(**vars(chosen), rejected=rejected)
 
     def row(self, documents: Sequence[Document], length: int) -> Row:

@@ -196,29 +196,29 @@ def _required(fields: Fields, name: str) -> Any:
     return fields[name]
 
 
-def _wrong(what: str, value: object, rule: str) -> RecordError:
+def _wrong(path: str, value: object, rule: str) -> RecordError:
     """Build the error for a value that violates a rule. The reason has the type instead of the value."""
     if value is None:
-        return RecordError(f"{what} is null: {rule}")
+        return RecordError(f"{path} is null: {rule}")
     type_name = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__
-    return RecordError(f"{what} is {short(value)}: {rule}", f"{what} is {type_name}: {rule}")
+    return RecordError(f"{path} is {short(value)}: {rule}", f"{path} is {type_name}: {rule}")
 
 
-def _text(fields: Fields, name: str, where: str = "", *, empty: bool = False) -> str:
-    """Return the text in a field. ``where`` is the path of the object that contains the field."""
-    value, what = _required(fields, name), f"{where}{name}"
+def _text(fields: Fields, name: str, parent_path: str = "", *, empty: bool = False) -> str:
+    """Return the text in a field. Messages name the field by ``parent_path`` and ``name``."""
+    value, path = _required(fields, name), f"{parent_path}{name}"
     if not isinstance(value, str) or not (value.strip() or empty):
-        raise _wrong(what, value, f"it must be a {'' if empty else 'non-empty '}string")
+        raise _wrong(path, value, f"it must be a {'' if empty else 'non-empty '}string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RecordError(f"{what} is not valid Unicode: {error}; remove lone surrogates", what) from None
+        raise RecordError(f"{path} is not valid Unicode: {error}; remove lone surrogates", path) from None
     return value
 
 
-def _list(value: object, what: str) -> list[Any]:
+def _list(value: object, path: str) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise _wrong(what, value, "it must be a list of objects with 'role' and 'content'")
+        raise _wrong(path, value, "it must be a list of objects with 'role' and 'content'")
     return list(value)
 
 
@@ -233,48 +233,48 @@ def _tools(value: object) -> Messages:
     return tuple(schemas)
 
 
-def _messages(values: object, what: str) -> list[dict[str, Any]]:
-    return [_message(value, f"{what}[{number}]") for number, value in enumerate(_list(values, what))]
+def _messages(values: object, path: str) -> list[dict[str, Any]]:
+    return [_message(value, f"{path}[{number}]") for number, value in enumerate(_list(values, path))]
 
 
-def _message(value: Any, what: str) -> dict[str, Any]:
+def _message(value: Any, path: str) -> dict[str, Any]:
     """Validate a message, and rename its fields to role and content."""
     if not isinstance(value, Mapping):
-        raise _wrong(what, value, "it must be an object with 'role' and 'content', or 'from' and 'value'")
+        raise _wrong(path, value, "it must be an object with 'role' and 'content', or 'from' and 'value'")
     fields = {name: field for name, field in value.items() if field is not None}
     share_gpt = "from" in fields and "role" not in fields
     role_field, content_field = ("from", "value") if share_gpt else ("role", "content")
-    if calls := _calls(fields.pop("tool_calls", []), f"{what}.tool_calls"):
+    if calls := _calls(fields.pop("tool_calls", []), f"{path}.tool_calls"):
         fields = {content_field: "", **fields, "tool_calls": calls}
     if absent := next((name for name in (role_field, content_field) if name not in fields), None):
         state = "is null" if absent in value else "is missing"
         names = short(sorted(map(str, value)))
-        raise RecordError(f"{what}: {absent!r} {state}; its fields are {names}", f"{what}: {absent!r} {state}")
+        raise RecordError(f"{path}: {absent!r} {state}; its fields are {names}", f"{path}: {absent!r} {state}")
     role, content = fields.pop(role_field), fields.pop(content_field)
     if not isinstance(role, str) or role not in ROLES:
-        raise RecordError(f"{what} has the role {short(role)}: use {', '.join(ROLES)}")
+        raise RecordError(f"{path} has the role {short(role)}: use {', '.join(ROLES)}")
     if isinstance(content, list | tuple):
-        content = "".join(_part(part, f"{what}: {content_field}") for part in content)
+        content = "".join(_part(part, f"{path}: {content_field}") for part in content)
     role, may_be_empty = ROLES[role], ROLES[role] not in ("user", "assistant") or "tool_calls" in fields
-    text = _text({content_field: content}, content_field, f"{what}: ", empty=may_be_empty)
+    text = _text({content_field: content}, content_field, f"{path}: ", empty=may_be_empty)
     return {"role": role, "content": text, **fields}
 
 
-def _part(part: Any, what: str) -> str:
+def _part(part: Any, path: str) -> str:
     """Return the text of one part of a message's content."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXTS else None
     if not isinstance(text, str):
         part_type = short(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         rule = 'only {"type": "text", "text": …} is supported'
-        raise RecordError(f"{what} has {short(part)}: {rule}", f"{what} has {part_type}: {rule}")
+        raise RecordError(f"{path} has {short(part)}: {rule}", f"{path} has {part_type}: {rule}")
     return text
 
 
-def _calls(value: object, what: str) -> list[dict[str, Any]]:
+def _calls(value: object, path: str) -> list[dict[str, Any]]:
     try:
-        return parse_tool_calls(value, what)
+        return parse_tool_calls(value, path)
     except TokenizerError as error:
-        raise RecordError(str(error), f"{what} is invalid") from None
+        raise RecordError(str(error), f"{path} is invalid") from None
 
 
 def _chat(messages: list[dict[str, Any]], prompt_length: int = 0) -> Record:

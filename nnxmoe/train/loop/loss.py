@@ -167,8 +167,8 @@ def _with_slopes(
                 kernel_grad = jax.tree.map(lambda a, part: _added(a, axes, part), kernel_grad, scattered)
             return jax.lax.psum(sums, axes), (x_grad, kernel_grad)
 
-        out = (replicated, replicated), (rows, grad_specs if kernel.trainable else None)
-        sums, (x_grad, kernel_grad) = shard_map(global_sums, mesh, (rows, replicated, rows, rows), out, axes)(
+        out_specs = (replicated, replicated), (rows, grad_specs if kernel.trainable else None)
+        sums, (x_grad, kernel_grad) = shard_map(global_sums, mesh, (rows, replicated, rows, rows), out_specs, axes)(
             x, cast, targets, weights
         )
     return sums, (

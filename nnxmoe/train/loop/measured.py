@@ -105,8 +105,8 @@ def shown_metrics(metrics: Metrics) -> dict[str, str]:
         "data_seconds": "data s/step",
         "busiest_expert": "busiest expert",
     }
-    shown = {name: spec for name, spec in formats.items() if metrics.get(name) or name == "loss"}
-    return {labels.get(name, name): spec.format(metrics[name]) for name, spec in shown.items()}
+    selected = {name: spec for name, spec in formats.items() if metrics.get(name) or name == "loss"}
+    return {labels.get(name, name): spec.format(metrics[name]) for name, spec in selected.items()}
 
 
 def peak_flops(mesh: Mesh | None) -> float | None:

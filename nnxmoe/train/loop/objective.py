@@ -248,10 +248,10 @@ class Objective(RouterLosses):
         for k, (count, ahead) in enumerate(zip(counts, targets_ahead(batch, len(counts)), strict=True)):
             layer_key = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)
             inputs = ahead.tokens, ahead.there, batch.get("positions"), batch.get("segment_ids"), None, layer_key
-            out = model.mtp[k](model, states, *inputs, self._summarise_routing)
-            states = out.mtp_hidden
-            losses.append(self._sums(model, out.x, ahead.targets, ahead.weights, 0.0)[0] / count)
-            infos += out.infos.values()
+            output = model.mtp[k](model, states, *inputs, self._summarise_routing)
+            states = output.mtp_hidden
+            losses.append(self._sums(model, output.x, ahead.targets, ahead.weights, 0.0)[0] / count)
+            infos += output.infos.values()
         return (_mean(losses) if losses else None), infos
 
 

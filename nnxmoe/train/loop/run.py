@@ -116,7 +116,6 @@ class Run:
         return self._fitted()
 
     def _start(self, number: int, contexts: contextlib.ExitStack) -> _StepMade:
-        """Start a step with the next batch."""
         with self.spent.on("data"):
             batch, position = self.source.next()
             batch = put_batch(batch, self.step, self.limit)
@@ -265,7 +264,7 @@ class Run:
         logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
 
-    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], started: _StepMade) -> None:
+    def _refuse_nonfinite(self, quantity: str, finite: Iterable[Any], started: _StepMade) -> None:
         invalid = [name for name, is_finite in zip(self.step.names, finite, strict=True) if not is_finite]
         if invalid:
             hint = ""
@@ -277,7 +276,7 @@ class Run:
                 )
             loss = float(started.report.losses.total)
             raise NotFinite(
-                f"step {started.number}: the {what} of {', '.join(invalid[:5])}{' …' if len(invalid) > 5 else ''} "
+                f"step {started.number}: the {quantity} of {', '.join(invalid[:5])}{' …' if len(invalid) > 5 else ''} "
                 f"({len(invalid)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
                 f"{loss:.4g}: lower the learning rate, clip gradients or check the batch{hint}"
             )
