@@ -106,12 +106,12 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
             f"the architecture {short(name)} is not supported in GGUF files (supported: {', '.join(_READ)}): "
             "load the model's safetensors files"
         )
-    model_type, extra_keys, defaults = _READ[name]
+    family, extra_keys, defaults = _READ[name]
     metadata = {
         key.removeprefix(f"{name}."): value for key, value in model.fields.items() if key.startswith(f"{name}.")
     }
-    if model_type == "llama" and metadata.get("expert_count"):
-        model_type, extra_keys = "mixtral", extra_keys | _MIXTRAL
+    if family == "llama" and metadata.get("expert_count"):
+        family, extra_keys = "mixtral", extra_keys | _MIXTRAL
     keys = _COMMON | extra_keys
     required_keys = [key for key in _COMMON if key not in ("attention.head_count_kv", "rope.freq_base")]
     required_keys += [key for key in keys if key in _NEEDED and not (key in _WIDTH and name == "qwen3moe")]
@@ -120,21 +120,21 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     fields = dict(defaults) | {
         field: _one(model, f"{name}.{key}", metadata[key]) for key, field in keys.items() if key in metadata
     }
-    _refuse(model, name, model_type, {key: value for key, value in metadata.items() if key not in keys})
-    _add_defaults(model_type, fields)
+    _refuse(model, name, family, {key: value for key, value in metadata.items() if key not in keys})
+    _add_defaults(family, fields)
     ids = special_ids(model)
     fields |= {
         "bos_token_id": ids.get("bos"),
         "pad_token_id": ids.get("padding"),
         "eos_token_id": end_ids(model) or None,
     }
-    fields |= {"model_type": model_type, **rope_fields(model, name, metadata, fields["rope_theta"])}
+    fields |= {"model_type": family, **rope_fields(model, name, metadata, fields["rope_theta"])}
     _add_shapes(model, metadata, fields)
     unused = sorted(metadata.keys() - keys.keys() - _IMPLIED)
     return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
 
 
-def _refuse(model: GGUF, name: str, model_type: str, metadata: Mapping[str, Any]) -> None:
+def _refuse(model: GGUF, name: str, family: str, metadata: Mapping[str, Any]) -> None:
     """Raise CheckpointError for metadata that changes results and that the model type's config cannot express."""
     for key, value in sorted(metadata.items()):
         values = set(value) if isinstance(value, tuple) else {value}
@@ -143,9 +143,9 @@ def _refuse(model: GGUF, name: str, model_type: str, metadata: Mapping[str, Any]
             or (key in _REFUSED and not any(values))
             or (key in _REFUSED_FACTORS and values <= {0, 1})
             or (key == "attention.causal" and value is True)
-            or (key == "expert_gating_func" and value in (0, _GATES.get(model_type, value)))
+            or (key == "expert_gating_func" and value in (0, _GATES.get(family, value)))
             or (key == "rope.freq_base_swa" and value == model.fields.get(f"{name}.rope.freq_base", 10_000.0))
-            or (key == "attention.sliding_window_pattern" and model_type == "gpt_oss" and _alternates(value))
+            or (key == "attention.sliding_window_pattern" and family == "gpt_oss" and _alternates(value))
         )
         if not is_neutral:
             raise model.error(f"{name}.{key} is {short(value)}, which is not supported for {name}")
@@ -158,7 +158,7 @@ def _alternates(pattern: Any) -> bool:
     )
 
 
-def _add_defaults(model_type: str, fields: dict[str, Any]) -> None:
+def _add_defaults(family: str, fields: dict[str, Any]) -> None:
     """Add llama.cpp's defaults for missing keys, and replace zeros that mean "not used" with neutral values."""
     fields.setdefault("rope_theta", 10_000.0)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
@@ -170,7 +170,7 @@ def _add_defaults(model_type: str, fields: dict[str, Any]) -> None:
     }.items():
         if field in fields and not fields[field]:
             fields[field] = neutral_value
-    if model_type == "qwen3_moe" and "moe_intermediate_size" not in fields:
+    if family == "qwen3_moe" and "moe_intermediate_size" not in fields:
         fields["moe_intermediate_size"] = fields["intermediate_size"] // (fields["num_experts_per_tok"] or 1)
 
 
@@ -210,22 +210,22 @@ def _add_shapes(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]
     if embed is None or len(embed.values) != 2:
         raise model.error("tensor token_embd.weight is missing or not a matrix: the file contains no language model")
     fields |= {"vocab_size": embed.values[0], "tie_word_embeddings": "output.weight" not in model.tensors}
-    model_type, heads = fields["model_type"], fields.get("num_attention_heads")
-    if model_type in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
+    family, heads = fields["model_type"], fields.get("num_attention_heads")
+    if family in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
         fields["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
-    if model_type == "glm4_moe":
+    if family == "glm4_moe":
         fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in model.tensors
-    if model_type != "deepseek_v3":
+    if family != "deepseek_v3":
         _add_width(model, metadata, fields)
     if fields.get("num_nextn_predict_layers") and type(fields.get("num_hidden_layers")) is int:
         fields["num_hidden_layers"] -= fields["num_nextn_predict_layers"]  # block_count includes prediction layers
-    if model_type == "deepseek_v3":
+    if family == "deepseek_v3":
         _add_latent(model, metadata, fields, heads)
 
 
 def _add_width(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """Add the head width. Rotary embeddings cover the whole head, except in GLM-4."""
-    model_type, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
+    family, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
     if not all(type(size) is int and size > 0 for size in (hidden, heads)):
         return  # the config raises an error for these sizes
     width = metadata.get("attention.key_length", hidden // heads)
@@ -233,15 +233,15 @@ def _add_width(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any])
         metadata.get("rope.dimension_count", width),
         metadata.get("attention.value_length", width),
     )
-    is_supported = width * heads == hidden or model_type not in ("qwen2", "olmoe")
-    if value_width != width or not is_supported or (rotated_width != width and model_type != "glm4_moe"):
+    is_supported = width * heads == hidden or family not in ("qwen2", "olmoe")
+    if value_width != width or not is_supported or (rotated_width != width and family != "glm4_moe"):
         sizes = (
             f"key_length {short(width)}, value_length {short(value_width)}, rope.dimension_count {short(rotated_width)}"
         )
-        raise model.error(f"heads with {sizes} are not supported for {model_type} of width {hidden} with {heads} heads")
-    if model_type not in ("qwen2", "olmoe"):
+        raise model.error(f"heads with {sizes} are not supported for {family} of width {hidden} with {heads} heads")
+    if family not in ("qwen2", "olmoe"):
         fields["head_dim"] = width
-    if model_type == "glm4_moe" and width:
+    if family == "glm4_moe" and width:
         fields["partial_rotary_factor"] = rotated_width / width
 
 
