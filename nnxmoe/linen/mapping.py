@@ -147,7 +147,7 @@ def read_mapping(
             choice = f": choose {' or '.join(names).replace(LAYER, str(layer))}" if names else ""
             errors.append(f"{name} {list(shape)} has no row in the mapping{choice}")
             continue
-        names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
+        names, convert = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)
         is_layer_row = layer is None or name in mapping  # a row for a single layer names that layer's arrays
         parts = tuple(
@@ -168,18 +168,18 @@ def read_mapping(
         ]:
             errors.append(f"{name}: {invalid[0]} does not have the {counts[general.split(LAYER)[0]]} layers on axis 0")
             continue
-        rows[name] = Row(parts, _add_checks(name, shape, sources, make), not isinstance(source, str))
+        rows[name] = Row(parts, _add_checks(name, shape, sources, convert), not isinstance(source, str))
     known_names = {*target_shapes, *(general_name(name)[0] for name in target_shapes)}
     invalid = [f"{name} of the mapping is not a parameter of this model" for name in mapping if name not in known_names]
     return rows, errors + invalid
 
 
 def _add_checks(
-    name: str, shape: tuple[int, ...], sources: tuple[str, ...], make: Callable[..., Any]
+    name: str, shape: tuple[int, ...], sources: tuple[str, ...], convert: Callable[..., Any]
 ) -> Callable[..., Any]:
-    def make_with_checks(*arrays: Any) -> Any:
+    def convert_with_checks(*arrays: Any) -> Any:
         try:
-            value = make(*arrays)
+            value = convert(*arrays)
         except Exception as error:
             types = ", ".join(f"{jax.dtypes.result_type(array)}{list(np.shape(array))}" for array in arrays)
             raise ValueError(f"{name}: its function fails for {types}: {type(error).__name__}: {error}") from error
@@ -187,7 +187,7 @@ def _add_checks(
             raise ValueError(f"{name} is {list(shape)}, {' and '.join(sources)} give {list(np.shape(value))}")
         return jnp.reshape(value, shape)
 
-    return make_with_checks
+    return convert_with_checks
 
 
 def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:

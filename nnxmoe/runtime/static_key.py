@@ -28,8 +28,9 @@ def static_key(*values: Any) -> Any:
     """Return a hashable key that is equal only for values that compute the same result.
 
     Returns None if this cannot be determined. Functions are compared by code, defaults, captured
-    variables and globals. The globals of libraries such as JAX and of this package are not compared.
-    Captured arrays are compared only if they are small. A key references no model and no large array.
+    variables and globals. The globals of functions from JAX, Flax, Optax, NumPy and this package are not
+    compared. Captured arrays are compared only if they are small. A key references no model and no
+    large array.
     """
     try:
         return hashable(tuple(_key(value, {}) for value in values))

@@ -91,7 +91,7 @@ class _Stacked(dict[str, Source]):
 
 
 def _stacked(key: str, source: Source, linen_arrays: Mapping[str, Any]) -> Source:
-    names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(key, source)
+    names, convert = (source, lambda array: array) if isinstance(source, str) else checked_pair(key, source)
     names = (names,) if isinstance(names, str) else tuple(names)
     if LAYER in key or not any(LAYER in name for name in names):
         return source
@@ -100,6 +100,6 @@ def _stacked(key: str, source: Source, linen_arrays: Mapping[str, Any]) -> Sourc
     num_names = len(names)
 
     def stack(*arrays: Any) -> Any:
-        return jnp.stack([make(*arrays[i * num_names : (i + 1) * num_names]) for i in range(len(layers))])
+        return jnp.stack([convert(*arrays[i * num_names : (i + 1) * num_names]) for i in range(len(layers))])
 
     return tuple(name.replace(LAYER, str(layer)) for layer in layers for name in names) or names, stack

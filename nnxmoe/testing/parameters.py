@@ -77,7 +77,7 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
     errors = [f"NNX's {name} {kind(a)} has no row in the mapping" for name, a in params.items() if name not in mapped]
     rows: dict[str, Row] = {}
     for names, targets in filled:
-        for linen_name, make in targets:
+        for linen_name, convert in targets:
             source = " + ".join(names)
             if unknown := [name for name in names if name not in params]:
                 errors.append(
@@ -85,13 +85,13 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
                 )
             elif linen_name in rows:
                 errors.append(f"{source} -> {linen_name}: already mapped from {' + '.join(rows[linen_name].sources)}")
-            elif make is None and len(names) > 1:
+            elif convert is None and len(names) > 1:
                 errors.append(
                     f"{source} -> {linen_name}: pass a pair of the name and a function of {len(names)} arrays"
                 )
             else:
                 parts = tuple((name, None) for name in names)
-                rows[linen_name] = Row(parts, make or (lambda a: a), changed=make is not None)
+                rows[linen_name] = Row(parts, convert or (lambda a: a), changed=convert is not None)
     return rows, errors
 
 
@@ -104,7 +104,7 @@ def _filled(mapping: Names, params: Arrays) -> Iterator[tuple[tuple[str, ...], l
         pattern = re.escape(names[0]).replace(re.escape(LAYER), r"(\d+)")
         numbers = [match[1] for name in params if LAYER in names[0] and (match := re.fullmatch(pattern, name))]
         for number in numbers or [LAYER]:
-            filled = [(linen_name.replace(LAYER, number), make) for linen_name, make in pairs]
+            filled = [(linen_name.replace(LAYER, number), convert) for linen_name, convert in pairs]
             yield tuple(name.replace(LAYER, number) for name in names), filled
 
 
@@ -167,14 +167,14 @@ def _origins(row: Row, shapes: Arrays) -> dict[str, _Origin]:
 def _undo(origins: list[_Origin], like: Any) -> Callable[..., Array]:
     """Return the function from NNX arrays to the Linen array. Values without a source are 0."""
 
-    def make(*nnx_arrays: Array) -> Array:
+    def to_linen(*nnx_arrays: Array) -> Array:
         values = jnp.zeros(like.size, like.dtype)
         for array, origin in zip(nnx_arrays, origins, strict=True):
             original = (array.reshape(-1)[origin.ours] - origin.shift) / origin.scale
             values = values.at[origin.theirs].set(original.astype(like.dtype))
         return values.reshape(like.shape)
 
-    return make
+    return to_linen
 
 
 def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:

@@ -69,7 +69,7 @@ class NNXSide:
 
 
 class LinenSide:
-    """Linen module as a function of the NNX parameters. ``rows`` computes each Linen parameter from these."""
+    """Linen module as a function of the NNX parameters. ``rows`` converts them to Linen parameters."""
 
     rows: dict[str, Row]
 

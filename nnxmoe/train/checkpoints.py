@@ -292,7 +292,7 @@ def _sum(array: Array) -> UInt32[Array, ""]:
     array = array.astype(np.uint8) if array.dtype == bool else array
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * size}").astype(jnp.uint32)
     weights = jnp.uint32(1)
-    for axis in range(bits.ndim):  # an iota over the flattened array would gather the shards
+    for axis in range(bits.ndim):  # computing flat indices would gather the shards
         weights = weights * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     return jnp.sum(bits * (2 * weights + 1), dtype=jnp.uint32)
 

@@ -176,12 +176,12 @@ def finetune(
     profile: int | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> Fitted | None:
-    """Run a fine-tuning task in the folder ``out``, which is new, empty or from a run of the same task.
+    """Run a fine-tuning task in a new or empty folder, or in the folder of a run of the same task.
 
     An unfinished run resumes bit for bit. More steps or epochs extend a run, with the learning rate
-    schedule of the longer run. A finished run is only evaluated, if ``evaluation`` is new, and else
-    returns None. ``profile`` steps are traced into the folder (see `Profile`). For ``max_bad_fraction``
-    see `batches`. Raises ValueError if the folder contains a different task, and the errors of `fit`.
+    schedule of the longer run. A finished run is evaluated if ``evaluation`` is new. Otherwise the
+    result is None. ``profile`` steps are traced (see `Profile`). For ``max_bad_fraction`` see
+    `batches`. Raises ValueError if the folder contains a different task, and the errors of `fit`.
     """
     folder = absolute_path(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
