@@ -90,7 +90,7 @@ def _noun(part: Any) -> str:
 
 
 def _attributes(name: str, actual: Any, expected: Any) -> Iterator[str]:
-    """Yield the differing attributes of two modules, except submodules and attributes set by a strategy."""
+    """Yield the attributes that differ between two modules, except submodules and attributes set by a strategy."""
     ignored = _OF_STRATEGIES if name else _OF_STRATEGIES | _OF_MODELS
     for attribute in vars(actual) | vars(expected):
         values = [vars(module).get(attribute) for module in (actual, expected)]

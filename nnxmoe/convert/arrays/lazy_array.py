@@ -59,7 +59,7 @@ class LazyArray:
 
     @classmethod
     def faulty(cls, fault: str, tensors: tuple[str, ...]) -> "LazyArray":
-        """Return an array without values whose ``fault`` is reported before any array is read."""
+        """Return an array without values. The ``fault`` is reported before any array is read."""
         return cls((), np.dtype(np.float32), _refuse_read, fault=fault, tensors=tensors)
 
     @property
@@ -116,7 +116,7 @@ class LazyArray:
         return self._derive(self.shape, lambda box, empty: function(read_source(box, empty)), function, dtype)
 
     def map_blocks(self, width: int, new_width: int, function: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
-        """Apply a function that converts each ``width`` values of the last dimension to ``new_width`` values.
+        """Apply a function that converts each group of ``width`` values in the last dimension to ``new_width`` values.
 
         Reads whole blocks of ``width`` values. ``dtype`` is the dtype of the result and defaults to the array's dtype.
         """
@@ -132,7 +132,7 @@ class LazyArray:
     def map_whole(
         self, shape: tuple[int, ...], dtype: np.dtype, function: Callable[[np.ndarray], np.ndarray]
     ) -> "LazyArray":
-        """Apply a function to the whole array at every read. ``shape`` and ``dtype`` describe the result."""
+        """Apply a function to the whole array on every read. ``shape`` and ``dtype`` describe the result."""
         read_source = self.read_box
 
         def read(box: Box, empty: Empty) -> np.ndarray:
@@ -189,7 +189,7 @@ class LazyArray:
         return self.transpose((1, 0, *range(2, len(self.shape)))) if len(self.shape) > 1 else self
 
     def take(self, index: Sequence[int] | np.ndarray, axis: int) -> "LazyArray":
-        """Select entries of a dimension as `numpy.take` does.
+        """Select entries along a dimension as `numpy.take` does.
 
         Reading a box reads the smallest source range that contains the selected entries.
         """
@@ -228,7 +228,7 @@ LazyArrays = Mapping[str, LazyArray]
 
 
 def merge_columns(parts: Sequence[tuple[LazyArray, Sequence[int]]]) -> LazyArray:
-    """Invert `LazyArray.take` of the last dimension. ``parts`` are arrays with the indices of their columns."""
+    """Invert `LazyArray.take` along the last dimension. ``parts`` are pairs of an array and its column indices."""
     order, first_array = np.argsort(np.concatenate([columns for _, columns in parts])), parts[0][0]
 
     def read(box: Box, empty: Empty) -> np.ndarray:

@@ -129,7 +129,7 @@ class ParameterLoader:
         return reads
 
     def await_reads(self, reads: list[Future[tuple[str, int, int]]]) -> None:
-        """Wait for the reads and raise the first exception of a thread."""
+        """Wait for the reads, and raise the first exception from a reader thread."""
         pending_reads: set[Future[Any]] = set(reads)
         while pending_reads:  # wake up every 0.1 s at most, because each wake-up takes the GIL from the readers
             finished_reads, pending_reads = wait(pending_reads, timeout=0.1, return_when=FIRST_EXCEPTION)
@@ -141,7 +141,7 @@ class ParameterLoader:
                 self.bar.update(self.bytes_read - self.bar.n)
 
     def _read(self, name: str, array: LazyArray, box: Box, views: list[BoxView]) -> tuple[str, int, int]:
-        """Read a box into views of buffers and return (array name, number of non-finite values, bytes read)."""
+        """Read a box into buffer views, and return (array name, number of non-finite values, bytes read)."""
         buffer = views[0][1] if len(views) == 1 and views[0][1].flags.c_contiguous else None
 
         def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

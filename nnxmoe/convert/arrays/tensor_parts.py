@@ -1,4 +1,4 @@
-"""Split tensors that contain several parameters during loading, and join the parts during saving.
+"""Split tensors with several parameters on loading, and join the parts on saving.
 
 Only this module handles tensors with several parameters, and tensors with inputs before outputs, as in gpt-oss.
 """
@@ -35,7 +35,7 @@ class TensorPart:
 
     @property
     def name(self) -> str:
-        """Name of the part as an array."""
+        """Array name of the part."""
         return self.w.label(self.tensor)
 
     def outputs(self, size: int) -> range:

@@ -10,7 +10,7 @@ Most tools store a matrix with the code of the even input in the low bits. gpt-o
 
     w[e, o, 32 b + i] = FP4[code i of blocks[e, o, b]] * 2 ** (scales[e, o, b] - 127)
 
-Codes are E2M1 and exponents E8M0 of the OCP Microscaling specification 1.0 (2023). The layout of gpt-oss follows
+Codes are E2M1 and exponents are E8M0 (OCP Microscaling specification 1.0, 2023). The layout of gpt-oss follows
 ``Weights`` in ``gpt_oss/torch/weights.py``. MXFP4 is exact in bfloat16.
 """
 

@@ -110,7 +110,7 @@ class QuantizationScheme:
         return QuantizationScheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
-        """Raise CheckpointError if the settings require quantized weights and ``count``, the number of them, is 0."""
+        """Raise CheckpointError if the settings require quantized weights and the checkpoint has none (``count`` 0)."""
         has_blocks = self.method == "fp8" and self.block() is not None
         is_dense = self.fields.get("format") == "dense"
         has_exclusions = bool(self.fields.get("dynamic"))  # may exclude all modules

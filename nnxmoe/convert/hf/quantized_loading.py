@@ -73,7 +73,7 @@ def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
 def quantize_while_loading(
     model: CausalLM, arrays: LazyArrays, method: Method | Mixed, dtype: np.dtype | None
 ) -> tuple[dict[str, LazyArray], ErrorMeter]:
-    """Quantize the kernels of an abstract model, in place. Codes are computed when their arrays are read.
+    """Quantize the kernels of an abstract model in place. Codes are computed when their arrays are read.
 
     Args:
         model: Model with shapes but no values.

@@ -184,7 +184,7 @@ def _must_stay(target: Path) -> str | None:
 
 
 def _replace(stage: Path, target: Path, old_folder: Path) -> None:
-    """Swap the folders by renaming. Copies the mode and, if permitted, the owner of the old folder."""
+    """Swap the folders by renaming. The new folder gets the mode and, if permitted, the owner of the old folder."""
     shutil.copymode(target, stage)
     with contextlib.suppress(PermissionError):
         os.chown(stage, target.stat().st_uid, target.stat().st_gid)

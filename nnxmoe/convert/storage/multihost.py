@@ -1,4 +1,4 @@
-"""Write one checkpoint from several processes. Each process writes its shards, and every process raises each error."""
+"""Write one checkpoint from several processes. Each process writes its shards. If one fails, every process raises."""
 
 import contextlib
 import functools
