@@ -172,7 +172,7 @@ def adapted_slots(model: CausalLM) -> list[AdapterSlot]:
 
 
 def refuse_adapters(model: CausalLM) -> None:
-    """Raise ValueError if the model has adapters, merged or not, or if it is not a model."""
+    """Raise ValueError if ``model`` is not a model, or if it has adapters, merged or not."""
     check_model(model)
     if model.merged is not None:
         raise ValueError(
