@@ -175,7 +175,7 @@ if jax.process_count() > 1:
     try:
         initialize(timeout=600)
     except ValueError as error:
-        assert "already connected to the others" in str(error)
+        assert "already connected to the other processes" in str(error)
 counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
 sys.stdout.write(f"{' '.join(map(str, counts))} {sys.argv[1:]}\\n")  # at once: both write to one pipe
 sys.stdout.flush()

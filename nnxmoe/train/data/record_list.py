@@ -71,7 +71,7 @@ class RecordList:
 
 
 def _plain_record(record: Mapping[str, Any], null_filled: bool) -> dict[str, Any]:
-    """Convert the fields that are read to JSON values. If ``null_filled``, null fields are dropped."""
+    """Convert the used fields of a record to JSON values. If ``null_filled``, drop null fields."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if name in _USED:

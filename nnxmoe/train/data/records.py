@@ -261,7 +261,6 @@ def _message(value: Any, path: str) -> dict[str, Any]:
 
 
 def _part(part: Any, path: str) -> str:
-    """Return the text of one part of a message's content."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXTS else None
     if not isinstance(text, str):
         part_type = short(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
