@@ -31,7 +31,7 @@ class DeepSeekV2Config(DeepSeekV3Config):
 
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
-    least_group = 1  # a group's score is the score of its best expert
+    min_group_size = 1  # a group's score is the score of its best expert
     aliases = {"num_experts": "n_routed_experts"}
     fixed = {"scoring_func": ("softmax",), "mlp_bias": (None, False)}
 

@@ -31,7 +31,7 @@ from nnxmoe.moe.router_variants import HashRouter
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 HASHED, ROUTED = "hash_moe", "moe"
-OF_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
+TYPE_OF_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class DeepSeekV4Config(DecoderConfig):
     def _check(self) -> None:
         super()._check()
         ratios = self.compress_ratios or ()
-        if unsupported := [ratio for ratio in ratios if ratio not in OF_RATIO]:
+        if unsupported := [ratio for ratio in ratios if ratio not in TYPE_OF_RATIO]:
             raise ConfigError(f"compress_ratios: {short(unsupported[0])} is not supported; supported: 0, 4 and 128")
         if ratios and len(ratios) < self.num_hidden_layers:
             raise ConfigError(
@@ -138,7 +138,7 @@ class DeepSeekV4Config(DecoderConfig):
         if self.layer_types is not None:
             return self.layer_types
         if self.compress_ratios is not None:
-            return [OF_RATIO[ratio] for ratio in self.compress_ratios[: self.num_hidden_layers]]
+            return [TYPE_OF_RATIO[ratio] for ratio in self.compress_ratios[: self.num_hidden_layers]]
         return [SPARSE if i > 2 and i % 2 else HEAVY for i in range(self.num_hidden_layers)]
 
     @property

@@ -34,7 +34,7 @@ class Ernie45MoeConfig(DecoderConfig):
 
     model_type = "ernie4_5_moe"
     architecture = "Ernie4_5_MoeForCausalLM"
-    experts_field, chosen_field = "moe_num_experts", "moe_k"
+    experts_field, experts_per_token_field = "moe_num_experts", "moe_k"
     scale_in_queries = False
     n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # DeepSeek-V3's name, for shared code
     aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}

@@ -35,7 +35,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     aliases = {"num_local_experts": "num_experts"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     ignored = "output_router_logits"
-    least_group = 2
+    min_group_size = 2
     attention_bias = False
     n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, for shared code
 

@@ -61,7 +61,7 @@ class Gemma4TextConfig(LayerRopesConfig):
 
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
-    experts_field, chosen_field = "num_experts", "top_k_experts"
+    experts_field, experts_per_token_field = "num_experts", "top_k_experts"
     default_ropes = FrozenDict(
         {
             FULL: {"rope_type": PROPORTIONAL, FACTOR: 0.25, "rope_theta": 1e6},

@@ -42,7 +42,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     fixed = {"n_shared_experts": (None,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     default_ropes = FrozenDict({FULL: {"rope_theta": 5e6, **_FACTOR}, SLIDING: {"rope_theta": 1e4, **_FACTOR}})
     default_rotary_factor = 0.334
-    least_group = 2
+    min_group_size = 2
     n_shared_experts = None
     first_k_dense_replace = 1
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.config.config_json import refuse_other_models, text_fields
+from nnxmoe.config.config_json import check_architecture, text_fields
 from nnxmoe.config.printable import did_you_mean, short
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
@@ -160,7 +160,7 @@ def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
     """Return the config of a text model and the notes on its fields."""
     family_config = config_class(fields)
     registered = {config.architecture for family in REGISTERED.values() for config in family.configs}
-    refuse_other_models(fields, ARCHITECTURES | registered)
+    check_architecture(fields, ARCHITECTURES | registered)
     return family_config.from_hf(fields), family_config.notes(fields)
 
 

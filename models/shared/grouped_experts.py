@@ -39,7 +39,7 @@ class GroupedExpertsConfig(DecoderConfig):
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
-    least_group: ClassVar[int] = 2  # minimum group size, because a group's score is the sum of its two best experts
+    min_group_size: ClassVar[int] = 2  # minimum group size, because a group's score is the sum of its two best experts
 
     moe_intermediate_size: int = count(1408, most=2**24)
     n_routed_experts: int = count(128, most=4096)
@@ -65,9 +65,9 @@ class GroupedExpertsConfig(DecoderConfig):
 def check_groups(config: Any) -> None:
     """Raise ConfigError if the groups have unequal sizes, or the best groups have too few experts for a token."""
     c, (group_size, remainder) = config, divmod(config.experts, config.n_group)
-    if remainder or group_size < c.least_group:
+    if remainder or group_size < c.min_group_size:
         raise ConfigError(
-            f"n_group {c.n_group} must divide {c.experts_field} {c.experts} into groups of at least {c.least_group}"
+            f"n_group {c.n_group} must divide {c.experts_field} {c.experts} into groups of at least {c.min_group_size}"
         )
     check_at_most(c, "topk_group", "n_group")
     if c.num_experts_per_tok > c.topk_group * group_size:

@@ -63,7 +63,7 @@ def _unknown(callee: str, keyword: str, names: Iterable[str]) -> UnknownArgument
     return UnknownArgument(f"{callee}() has no argument {keyword!r}{suggestion or ': it has ' + ', '.join(names)}")
 
 
-def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
+def reject_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to raise `UnknownArgument` for unknown keywords. The error names the argument to use instead.
 
     The annotation of ``**options`` must be ``Unpack`` of a TypedDict.

@@ -54,7 +54,7 @@ class DecoderConfig(KnownFields):
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
     experts_field: ClassVar[str] = ""  # Field with the number of experts per layer. Empty for dense models.
-    chosen_field: ClassVar[str] = "num_experts_per_tok"  # Field with the number of experts per token.
+    experts_per_token_field: ClassVar[str] = "num_experts_per_tok"  # Field with the number of experts per token.
     rope_field: ClassVar[str] = "head_dim"  # Field that determines the rotated width.
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # Fields of a rope object that the family reads.
     scale_in_queries: ClassVar[bool] = True  # Whether the query kernel can absorb the attention scale.
@@ -115,7 +115,7 @@ class DecoderConfig(KnownFields):
             self._check_experts()
 
     def _check_experts(self) -> None:
-        check_at_most(self, self.chosen_field, self.experts_field)
+        check_at_most(self, self.experts_per_token_field, self.experts_field)
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
@@ -127,7 +127,7 @@ class DecoderConfig(KnownFields):
         Raises:
             ConfigError: If a value is not supported, or an unknown field changes what transformers computes.
         """
-        from nnxmoe.config.config_json import refuse_effective
+        from nnxmoe.config.config_json import check_unknown_fields
 
         values, field_names = cls._standard_fields(fields), cls._field_names()
         for name, allowed in cls._inherited("fixed").items():
@@ -140,7 +140,7 @@ class DecoderConfig(KnownFields):
             if isinstance(rope := values[name], Mapping):
                 values[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
         config = cls(**{k: v for k, v in values.items() if k in field_names})
-        refuse_effective(config, cls.unknown_fields(fields), fields)
+        check_unknown_fields(config, cls.unknown_fields(fields), fields)
         return config
 
     @classmethod
@@ -259,7 +259,7 @@ class DecoderConfig(KnownFields):
     @property
     def experts_per_token(self) -> int:
         """Experts per token (X); 0 if dense."""
-        return getattr(self, self.chosen_field) if self.experts else 0
+        return getattr(self, self.experts_per_token_field) if self.experts else 0
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:

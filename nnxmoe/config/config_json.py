@@ -78,13 +78,13 @@ def text_fields(fields: Any) -> Any:
     text.setdefault("model_type", fields.get("model_type"))
     names = fields.get("architectures")
     if names and not (isinstance(names, list) and all(str(n).endswith("ForConditionalGeneration") for n in names)):
-        text["architectures"] = names  # so that `refuse_other_models` rejects classifiers and similar classes
+        text["architectures"] = names  # so that `check_architecture` rejects classifiers and similar classes
     if fields.get("tie_word_embeddings"):
         text["tie_word_embeddings"] = True
     return text
 
 
-def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> None:
+def check_architecture(fields: Mapping[str, Any], architectures: Set[str]) -> None:
     """Raise ConfigError unless a config.json describes a supported causal language model with an output head.
 
     Rejects draft models, classifiers, models without an output head and models quantized by MLX.
@@ -121,7 +121,7 @@ def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> N
             )
 
 
-def refuse_effective(config: Any, unknown_fields: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+def check_unknown_fields(config: Any, unknown_fields: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise ConfigError if one of the ``unknown_fields`` of a config.json may change what the model computes.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.validate import as_python, check_type, whole_number
 from nnxmoe.convert.files.untrusted_files import is_gguf
 from nnxmoe.generation.draft_cost import DraftOption
@@ -86,7 +86,7 @@ class CompleteOptions(TypedDict, total=False):
     schema: Mapping[str, Any] | bool | str | None
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def complete(
     model: CausalLM,
     prompts: Iterable[Prompt],
@@ -116,7 +116,7 @@ def complete(
         ValueError: if a prompt or an option is invalid. Raised before computation starts.
     """
     check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
-    prompt_list = _several(prompts)
+    prompt_list = _as_list(prompts)
     seeds, vocab = _seeds(seed, len(prompt_list)), model.vocab_size
     n = whole_number("n", n, 1)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
@@ -182,7 +182,7 @@ def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
     return size if max_positions is None else min(size, max(tokens, max_positions))
 
 
-def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Iterable[Prompt]) -> list[Prompt]:
     """Return the prompts as a list. Raises ValueError for a single prompt that is not in a list."""
 
     def is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Integer
 
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_type
 from nnxmoe.generation.complete import Prompt, encode_prompt
@@ -30,7 +30,7 @@ from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer.tokenizer import TextStream
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def generate(
     model: CausalLM,
     tokens: Integer[Any, "B T"] | Sequence[Sequence[int]],
@@ -91,7 +91,7 @@ def generate(
     return np.concatenate([tokens, padded_ids], axis=1)
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def stream(
     model: CausalLM,
     tokenizer: Any,
@@ -170,7 +170,7 @@ def _requests(
     """Create an engine with one request per row. All rows are prefilled and decoded together."""
     vocab = model.vocab_size
     check_ids(tokens.reshape(-1), vocab)
-    ids, valid = left_aligned(tokens, attention_mask)
+    ids, valid = left_pad(tokens, attention_mask)
     rows, length = ids.shape
     is_small_batch = rows <= SMALLEST_BATCH  # with more rows, padding costs more time than compiling a program
     capacity = bucket_size(length + options.max_new_tokens, SMALLEST_CACHE if is_small_batch else SMALL)
@@ -201,7 +201,7 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     return batch if fits(model, cache_bytes(model, batch, CacheSize(capacity, 0))) else rows
 
 
-def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
+def left_pad(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Move all padding to the left. Returns ids and the validity mask, trimmed to the longest row."""
     mask_array = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask)
     if not (mask_array.dtype == bool or jnp.issubdtype(mask_array.dtype, jnp.number)) or mask_array.dtype.kind == "c":

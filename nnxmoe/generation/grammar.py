@@ -198,14 +198,14 @@ def empty_masks(rows: int, width: int, vocab: int) -> UInt32[np.ndarray, "B W wo
     return np.full((rows, width, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
 
 
-_made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_tables_cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_tables_lock = threading.Lock()
 
 
 def _tables(tokenizer: Any, vocab: int, end_ids: tuple[int, ...]) -> Any:
     """Build llguidance's tables for a tokenizer. Cached per tokenizer, vocabulary size and stop ids."""
-    with _making:
-        tables = _made.setdefault(tokenizer, {})
+    with _tables_lock:
+        tables = _tables_cache.setdefault(tokenizer, {})
         if (vocab, end_ids) not in tables:
             backend = copy.deepcopy(_backend(tokenizer))
             backend.no_padding()

@@ -280,13 +280,13 @@ def sample_ids(
         counts: number of occurrences of each generated token. None without presence and frequency
             penalties.
     """
-    logits = _penalised(logits, seen, counts, steps, dynamic)
+    logits = _apply_penalties(logits, seen, counts, steps, dynamic)
     greedy_ids, is_random = jnp.argmax(logits, axis=-1).astype(jnp.int32), dynamic.temperature > 0
     if not steps.random:
         return greedy_ids
 
     def draw() -> Int[Array, "B"]:
-        sampled_ids = jax.vmap(jax.random.categorical)(keys, _scaled_and_cut(logits, steps, dynamic))
+        sampled_ids = jax.vmap(jax.random.categorical)(keys, _scale_and_filter(logits, steps, dynamic))
         return jnp.where(is_random, sampled_ids.astype(jnp.int32), greedy_ids)
 
     return jax.lax.cond(jnp.any(is_random), draw, lambda: greedy_ids)
@@ -309,7 +309,7 @@ def generated_counts(
     return jax.lax.cond(jnp.any((dynamic.presence != 0) | (dynamic.frequency != 0)), add, lambda: zeros)
 
 
-def _penalised(
+def _apply_penalties(
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
     counts: Int[Array, "B V"] | None,
@@ -327,7 +327,7 @@ def _penalised(
     return logits
 
 
-def _scaled_and_cut(
+def _scale_and_filter(
     logits: Float[Array, "B V"], steps: StaticSampling, dynamic: DynamicSampling
 ) -> Float[Array, "B V"]:
     """Divide the logits by the temperature and set removed tokens to -inf."""

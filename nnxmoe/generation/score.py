@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation.complete import load_tokenizer, map_numbered
 from nnxmoe.generation.ids import Ids, as_token_ids, check_ids
@@ -68,7 +68,7 @@ class Score:
         return math.exp(-self.total / len(self.ids)) if self.ids else math.nan
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def score(
     model: CausalLM, texts: Iterable[Text | tuple[Text, Text] | list[Text]], tokenizer: Any = None, *, top: int = 0
 ) -> list[Score]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from nnxmoe.layers.linear.xla_cpu import one_cpu, write_rows
+from nnxmoe.layers.linear.xla_cpu import is_single_cpu, write_rows
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int)
         quantized_new = Int8Array.quantize(new)
         return jax.tree.map(lambda leaf, values: write_slots(leaf, values, slots, axis), buffer, quantized_new)
     new = new.astype(buffer.dtype)
-    if slots.shape[1] == 1 and one_cpu():
+    if slots.shape[1] == 1 and is_single_cpu():
         return write_rows(buffer, new, slots, axis)
     leading_slices = (slice(None),) * (axis - 1)
     return jax.vmap(lambda row, new, slots: row.at[(*leading_slices, slots)].set(new, mode="drop"))(buffer, new, slots)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from nnxmoe.axes import ParamOptions
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope_parameters import DynamicRope
@@ -211,7 +211,7 @@ class CausalLM(nnx.Module):
         ropes = (getattr(part, "rotary", None) for _, part in nnx.iter_graph(self.stacks))
         self.cache_format, self.ropes = strategy.cache, tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
         if strategy.mesh is not None:
-            strategy.initialise(self, parts, key)
+            strategy.initialize(self, parts, key)
 
     @property
     def mtp_layer_index(self) -> int:
@@ -257,7 +257,7 @@ class CausalLM(nnx.Module):
             raise ValueError(f"generation_config must be a mapping, got {fields!r}")
         self._generation_config = FrozenDict(fields)
 
-    @refuses_unknown
+    @reject_unknown_arguments
     def __call__(
         self,
         tokens: Ids | Sequence[Sequence[int]] | None = None,

@@ -199,7 +199,7 @@ class Strategy(KnownFields):
         """Return the sharding of a parameter on the mesh, or None without a mesh."""
         return None if self.mesh is None else sharding_of(variable, self.mesh, self.rules)
 
-    def initialise(self, model: nnx.Module, parts: Callable[[Array], dict[str, Any]], key: Array | None) -> None:
+    def initialize(self, model: nnx.Module, parts: Callable[[Array], dict[str, Any]], key: Array | None) -> None:
         """Initialize each shard of ``model`` on the shard's device. The values do not depend on the mesh.
 
         ``parts(key)`` builds the model's attributes. If ``key`` is None, only checks that the mesh fits the model.

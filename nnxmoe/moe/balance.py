@@ -65,7 +65,7 @@ def z_loss(routing: Routing) -> Float[Array, ""]:
     return jnp.sum(squares * tokens) / jnp.maximum(jnp.sum(tokens), 1.0)
 
 
-def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
+def update_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
     """Increase the correction bias of experts below the mean load by ``rate``, and decrease it for experts above.
 
     Implements auxiliary-loss-free load balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Call this function

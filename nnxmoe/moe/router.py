@@ -56,7 +56,7 @@ class Select(Protocol):
 
 
 class RouterBias(nnx.Variable):
-    """Correction bias of DeepSeek's routing. Updated by `nnxmoe.moe.balance.updated_bias` instead of a gradient."""
+    """Correction bias of DeepSeek's routing. Updated by `nnxmoe.moe.balance.update_bias` instead of a gradient."""
 
 
 class LogitBias(nnx.Module):

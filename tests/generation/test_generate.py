@@ -15,7 +15,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import Sampling
 from nnxmoe.generation import decode, engine, grouping, passes
-from nnxmoe.generation.decode import left_aligned
+from nnxmoe.generation.decode import left_pad
 from nnxmoe.generation.grouping import chunk_sizes
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import sample_ids, split_sampling
@@ -399,7 +399,7 @@ def test_64_bit_indices(kind: str) -> None:
 
 def test_left_aligned_keeps_order() -> None:
     tokens, mask = np.arange(1, 13).reshape(2, 6), np.array([[1, 0, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]])
-    ids, valid = left_aligned(tokens, mask)
+    ids, valid = left_pad(tokens, mask)
     assert ids.tolist() == [[0, 1, 3, 4], [8, 9, 11, 12]]
     assert valid.tolist() == [[False, True, True, True], [True] * 4]
 

@@ -44,7 +44,7 @@ def test_16_bit_dot_with_non_leading_batch_dimensions_fails() -> None:
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="DotThunk"):
         jax.block_until_ready(jax.jit(contract)(x, y))
-    assert jax.jit(contract)(*xla_cpu.widen(x, y)).shape == (2, 4, 6)
+    assert jax.jit(contract)(*xla_cpu.cast_to_f32(x, y)).shape == (2, 4, 6)
 
 
 def test_16_bit_loop_invariants_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

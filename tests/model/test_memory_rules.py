@@ -446,7 +446,7 @@ def test_unrolled_caches_are_updated_in_place(ring: bool, dtype: Any, monkeypatc
 
     assert copied() < 0.3
     if dtype == F32:  # older XLA versions do not copy 16-bit buffers
-        monkeypatch.setattr(cache_buffer, "one_cpu", lambda: False)  # a single write outside a loop
+        monkeypatch.setattr(cache_buffer, "is_single_cpu", lambda: False)  # a single write outside a loop
         assert copied() > 3
 
 

@@ -835,8 +835,8 @@ def our_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray) -
     steps, values, _ = of_rows(*sampling.split_sampling(knobs, logits.shape[-1]), len(logits))
     seen = np.zeros(logits.shape, bool)
     np.put_along_axis(seen, prompt, True, axis=1)
-    punished = sampling._penalised(jnp.asarray(logits), jnp.asarray(seen), steps, values)
-    return np.asarray(sampling._scaled_and_cut(punished, steps, values))
+    punished = sampling._apply_penalties(jnp.asarray(logits), jnp.asarray(seen), None, steps, values)
+    return np.asarray(sampling._scale_and_filter(punished, steps, values))
 
 
 def of_rows(steps: Any, knobs: Any, rows: int, seed: int = 0) -> tuple[Any, Any, Any]:

@@ -115,7 +115,7 @@ def test_gradient_descent_on_switch_loss_balances_the_load() -> None:
 
 
 def test_updated_bias_follows_the_load() -> None:
-    bias = balance.updated_bias(jnp.zeros((2, 4)), jnp.asarray([[0, 4, 8, 4], [5, 5, 5, 5]]), 0.001)
+    bias = balance.update_bias(jnp.zeros((2, 4)), jnp.asarray([[0, 4, 8, 4], [5, 5, 5, 5]]), 0.001)
     assert max_error(bias, [[0.001, 0, -0.001, 0], [0, 0, 0, 0]]) < 1e-9
 
 

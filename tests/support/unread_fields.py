@@ -19,7 +19,7 @@ def refuse_unread_fields(family: Family) -> None:
     common = {field.name for field in dataclasses.fields(DecoderConfig)}
     for config in family.configs:
         names = {name for code in _codes(config, family.model) for name in _names(code)}
-        names |= {config.experts_field, config.chosen_field}
+        names |= {config.experts_field, config.experts_per_token_field}
         checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(config)}
         fixed = {
             name for name, check in checks.items() if isinstance(check, OneOf | PerLayer) and len(check.allowed) == 1

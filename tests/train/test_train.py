@@ -306,7 +306,7 @@ def test_router_bias_is_updated_by_the_load_only(scan: bool) -> None:
     for path, variable in before:
         values, moved = (np.atleast_2d(np.asarray(v.get_value())) for v in (variable, after[path]))
         for old, new in zip(values, moved, strict=True):
-            wanted = balance.updated_bias(jnp.asarray(old), report.losses.load[row], 0.25)
+            wanted = balance.update_bias(jnp.asarray(old), report.losses.load[row], 0.25)
             np.testing.assert_array_equal(new, wanted)
             row += 1
     assert row == len(report.losses.load) == 2 and int(report.losses.load.sum()) == 2 * 33 * 3

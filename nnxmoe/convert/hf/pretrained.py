@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.axes import keeps_dtype
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import parse_bytes, some
 from nnxmoe.convert.arrays.config_mismatch import refuse_config_mismatch
@@ -54,7 +54,7 @@ from nnxmoe.runtime.progress import bytes_bar, logger
 _REMEDY = "\nCheck that config.json belongs to these files and that no file is missing."
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def from_pretrained(
     path_or_hub_id: str | os.PathLike[str],
     dtype: Any = None,
@@ -163,7 +163,7 @@ def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
     return [f"{some(differences)}: the main model's tensor is used"] if differences else []
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def save_pretrained(
     model: CausalLM,
     folder: str | os.PathLike[str],

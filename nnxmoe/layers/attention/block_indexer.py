@@ -12,7 +12,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.attention.indexer import (
-    gather_or_none,
+    gather_slots,
     query_key_products,
     select_in_blocks,
     sort_padding_last,
@@ -107,7 +107,7 @@ class BlockIndexer(nnx.Module):
 
         def select(allowed: Bool[Array, "B T S"], key_slice: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
             key_indices = self._select_places(q, keys[:, key_slice], allowed, offset[:, key_slice], is_packed)
-            slots = gather_or_none(order, key_indices) if has_padding else key_indices
+            slots = gather_slots(order, key_indices) if has_padding else key_indices
             return slots.reshape(*slots.shape[:2], -1)
 
         heads, mask = q.shape[2], dataclasses.replace(mask, keys=tokens)

@@ -177,7 +177,7 @@ def sort_padding_last(
     return order, SlotMetadata(index, None, segment), token_index - segment_start
 
 
-def gather_or_none(x: Int[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
+def gather_slots(x: Int[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
     """Gather the tokens of each row at ``indices``. The result for index `NO_SLOT` is `NO_SLOT`."""
     is_missing = indices == NO_SLOT
     values = gather_tokens(x, jnp.where(is_missing, 0, indices))

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.attention.indexer import Indexer, gather_or_none, select_keys, sort_padding_last
+from nnxmoe.layers.attention.indexer import Indexer, gather_slots, select_keys, sort_padding_last
 from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots
 from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.cache_buffer import gather_tokens
@@ -72,7 +72,7 @@ class PooledIndexer(Indexer):
         pools = SlotMetadata(jnp.where(is_pool, ends, -1), None, segment)
         pool_mask = Mask(mask.query_index, mask.query_segment, pools, None)
         selected = select_keys(*jax.lax.stop_gradient(inputs), pool_mask, (topk - self.pool + 1) // self.pool)
-        selected_slots = gather_or_none(slots, selected).reshape(*selected.shape[:2], -1)
+        selected_slots = gather_slots(slots, selected).reshape(*selected.shape[:2], -1)
         local_slots = self._own_pool(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order)
         return jnp.concatenate([selected_slots, local_slots], axis=-1).astype(jnp.int32)
 

@@ -99,5 +99,5 @@ def batched_matmul_f32(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], y_a
 def einsum_f32(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     """Compute an einsum, accumulated and returned in float32. XLA can partition the product over devices."""
     if xla_cpu.on_cpu():
-        operands = xla_cpu.widen(*operands)
+        operands = xla_cpu.cast_to_f32(*operands)
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)

@@ -20,7 +20,7 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def one_cpu() -> bool:
+def is_single_cpu() -> bool:
     """Return whether the backend is a single CPU device, so batches are not sharded."""
     return on_cpu() and jax.device_count() == 1
 
@@ -74,7 +74,7 @@ def is_faster_with_kernel_first(x: Float[Array, "R I"]) -> bool:
     return on_cpu() and is_static(x.shape[0]) and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
 
 
-def widen(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
+def cast_to_f32(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
     """Cast the operands of a contraction over arbitrary dimensions to float32.
 
     XLA:CPU cannot execute a bfloat16 x bfloat16 -> float32 product unless the batch dimensions come first. For example,

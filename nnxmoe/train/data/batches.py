@@ -17,7 +17,7 @@ from typing import Any, Self, SupportsIndex
 import jax
 import numpy as np
 
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer
 from nnxmoe.tokenizer.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ LEAST = {"batch_size": 1, "seq_len": 2, "seed": 0, "epochs": 1}  # minimum of ea
 Batch = dict[str, np.ndarray]
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def batches(
     data: Data,
     tokenizer: Tokenizer,
@@ -56,7 +56,7 @@ def batches(
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def preferences(
     data: Data,
     tokenizer: Tokenizer,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
-from nnxmoe.moe.balance import Utilization, updated_bias, utilization
+from nnxmoe.moe.balance import Utilization, update_bias, utilization
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.static_key import hashable, static_key
 from nnxmoe.train.loop.objective import Losses, TrainingObjective
@@ -113,7 +113,7 @@ class StepDefinition:
             params, moments = jax.lax.cond(all_finite, lambda: update()[:2], lambda: (state.params, state.moments))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
-            updated_biases = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
+            updated_biases = update_bias(frozen[name], losses.load[rows], self.bias_rate)
             frozen[name] = jnp.where(all_finite, updated_biases, frozen[name])
         rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
         expert_utilization = utilization(losses.load, losses.dropped) if len(losses.load) else None

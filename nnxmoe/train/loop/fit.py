@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.validate import whole_number
 from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.layers.linear.quantized import QuantizedArray
@@ -37,7 +37,7 @@ class StepArguments(TypedDict, total=False):
     bias_rate: float
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def fit(
     model: CausalLM,
     data: Iterable[Batch],

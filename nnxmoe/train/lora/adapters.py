@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, as_number, whole_number
 from nnxmoe.convert.arrays.dtypes import float_dtype
@@ -26,7 +26,7 @@ from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 
 
-@refuses_unknown
+@reject_unknown_arguments
 def add(
     model: CausalLM,
     rank: int | Mapping[str, int],
