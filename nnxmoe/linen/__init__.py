@@ -140,7 +140,7 @@ def from_linen(
     names = flat(params)
     if names and not any("decoder" in name.split("/")[:-1] for name in names):
         raise ValueError(
-            f"no name of the Linen tree begins with decoder/ ({some(sorted(names), 2)}), as in MaxText: pass a "
+            f"no name of the Linen tree begins with decoder/ ({some(sorted(names), 2)}), unlike MaxText's: pass a "
             "mapping. nnxmoe.linen.propose_mapping(config, params) lists the names of both sides"
         )
     return maxtext.from_tree(params, config, strategy, mesh)

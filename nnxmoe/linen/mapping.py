@@ -89,7 +89,7 @@ def general_name(name: str) -> tuple[str, int | None]:
 
 
 def general_linen_name(name: str) -> tuple[str, int | None]:
-    """Replace the first number in a Linen name that may be a layer number with ``{layer}``.
+    """Replace the first number in a Linen name that can be a layer number with ``{layer}``.
 
     Returns the new name, and the number or None.
     """

@@ -190,7 +190,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
 
 def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
-    """Return the parameters of a leaf, each with its rows on axis 1, or None if the leaf is not stacked."""
+    """Return each parameter of a leaf with its rows on axis 1. The rows are None if it is not stacked."""
     if leaf.axis is None:
         return [(leaf.parts[0], None)]
     same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].path)

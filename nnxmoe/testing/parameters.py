@@ -179,7 +179,7 @@ def _undo(origins: list[_Origin], like: Any) -> Callable[..., Array]:
 
 def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
     if not isinstance(model, CausalLM):
-        raise ValueError(f"{type(model).__name__} has no MaxText names, which mapping=None requires: pass a mapping")
+        raise ValueError(f"{type(model).__name__} has no MaxText names, as required by mapping=None: pass a mapping")
     if not any(name.startswith("decoder/") for name in shapes):
         raise ValueError(
             "mapping=None requires MaxText's names (decoder/…), but no parameter of the Linen module begins with "

@@ -866,7 +866,7 @@ def test_different_output_structures_and_dtypes() -> None:
 
 
 def test_unsupported_comparisons() -> None:
-    with pytest.raises(ValueError, match="MLP has no MaxText names, which mapping=None"):
+    with pytest.raises(ValueError, match="MLP has no MaxText names, as required by mapping=None"):
         testing.assert_module_parity(mlp(), Mlp(), None, X)
     with pytest.raises(ValueError, match="no parameter of the Linen module begins with decoder/") as caught:
         compare(llama(1), FusedMLP())

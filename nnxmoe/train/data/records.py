@@ -283,7 +283,7 @@ def _chat(messages: list[dict[str, Any]], prompt_length: int = 0) -> Record:
     roles = [message["role"] for message in messages]
     answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= prompt_length and weights[i]]
     if not answers:
-        raise RecordError("the chat has no message from the assistant, so there is nothing to learn: add one")
+        raise RecordError("the chat has no message from the assistant, so there is nothing to train on: add an answer")
     if roles[0] == "assistant":
         raise RecordError("the chat starts with an assistant message: add the user message before it")
     return Record(None, tuple(messages), answers=tuple(answers))

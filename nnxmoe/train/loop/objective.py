@@ -191,7 +191,7 @@ class Objective(RouterLosses):
         set_numbers(self, "z_loss", "mtp")
 
     def of_model(self, model: CausalLM) -> Self:
-        """Set ``depths`` to the model's number of prediction layers.
+        """Return a copy with ``depths`` set to the model's number of prediction layers.
 
         Raises ValueError if ``mtp`` is not 0 and the model has no prediction layers.
         """
