@@ -233,7 +233,7 @@ class Gemma4Text(CausalLM):
         inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
         return (x, inputs, jnp.int32(0), {}) if self.hands_on else x
 
-    def from_layer_output(self, x: PyTree) -> Float[Array, "B requested D"]:
+    def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out D"]:
         return x[0] if self.hands_on else x
 
     def head_weight(self) -> Kernel:

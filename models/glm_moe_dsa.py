@@ -129,7 +129,7 @@ class GlmMoeDsa(DeepSeekV32):
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
         return x, jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
 
-    def from_layer_output(self, x: Indexed) -> Float[Array, "B requested D"]:
+    def from_layer_output(self, x: Indexed) -> Float[Array, "B T_out D"]:
         return x[0]
 
 

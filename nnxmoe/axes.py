@@ -6,7 +6,7 @@ All signatures and einsums use the same letters for dimensions:
     N query heads    K key/value heads G = N / K          H head width     F feed-forward width
     E experts        X experts/token   C slots/expert     R routed rows    L layers
 
-The widths of MLA are words: ``q_rank kv_rank nope rope``. ``asked`` is T, or 1 if only the last token's output is
+The widths of MLA are words: ``q_rank kv_rank nope rope``. ``T_out`` is T, or 1 if only the last token's output is
 needed.
 """
 

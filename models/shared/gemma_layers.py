@@ -41,7 +41,7 @@ class GemmaLayer(Layer):
         out = super().__call__(x, context=context, cache=cache)
         return out._replace(x=self.output_scale(out.x))
 
-    def feed_forward_branch(self, x: Float[Array, "B requested D"], context: Context) -> FeedForwardOutput:
+    def feed_forward_branch(self, x: Float[Array, "B T_out D"], context: Context) -> FeedForwardOutput:
         if self.dense is None or self.dense_post_norm is None or self.experts_post_norm is None:
             return super().feed_forward_branch(x, context=context)
         expert_output = self.call_feed_forward(x, context=context)

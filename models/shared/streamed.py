@@ -77,13 +77,13 @@ class StreamedLM(CausalLM):
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Float[Array, "B T streams D"]:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
-    def from_layer_output(self, x: Float[Array, "B asked streams D"]) -> Float[Array, "B asked streams D"]:
+    def from_layer_output(self, x: Float[Array, "B T_out streams D"]) -> Float[Array, "B T_out streams D"]:
         """Return the streams, because the final norm reduces them to one hidden state."""
         return x
 
     def mtp_hidden(
-        self, before: Float[Array, "B asked streams D"], after: Float[Array, "B asked D"]
-    ) -> Float[Array, "B asked S"]:
+        self, before: Float[Array, "B T_out streams D"], after: Float[Array, "B T_out D"]
+    ) -> Float[Array, "B T_out S"]:
         """Return the streams of each token, concatenated."""
         return before.reshape(*before.shape[:2], -1)
 

@@ -57,7 +57,7 @@ class PassResult(NamedTuple):
         memory: memory of the draft after these ids.
     """
 
-    logits: Float[Array, "B asked V"]
+    logits: Float[Array, "B T_out V"]
     states: Float[Array, "B _ S"]
     cache: Cache
     dropped: Int[Array, ""]

@@ -109,7 +109,7 @@ class Context:
             request = dataclasses.replace(request, last_token_only=last_token_only)
         return dataclasses.replace(self, key=key, request=request)
 
-    def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
+    def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T_out ..."]:
         """Select the tokens whose output is requested: all tokens, or only the last token."""
         return x[:, -1:] if self.request.last_token_only else x
 
@@ -124,8 +124,8 @@ class Context:
         return dataclasses.replace(self, valid=valid, tokens=tokens)
 
     def rotated(
-        self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: RotateFn
-    ) -> Float[Array, "B asked N H"]:
+        self, x: Float[Array, "B T_out N H"], rope: Rope | None, rotate: RotateFn
+    ) -> Float[Array, "B T_out N H"]:
         """Rotate queries or keys by position. If ``rope`` is None, return ``x`` unchanged."""
         if rope is None:
             return x
@@ -206,7 +206,7 @@ class Attention(Protocol):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None = None
-    ) -> tuple[Float[Array, "B asked D"], PyTree | None]: ...
+    ) -> tuple[Float[Array, "B T_out D"], PyTree | None]: ...
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
         """Create a cache for ``capacity`` tokens per row. The ``lookahead`` most recent tokens may be discarded."""

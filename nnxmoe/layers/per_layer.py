@@ -56,8 +56,8 @@ class PerLayerInput(nnx.Module):
         self.norm = RMSNorm(dim, eps, **kw)
 
     def __call__(
-        self, x: Float[Array, "B asked D"], layer_input: Float[Array, "B asked P"]
-    ) -> Float[Array, "B asked D"]:
+        self, x: Float[Array, "B T_out D"], layer_input: Float[Array, "B T_out P"]
+    ) -> Float[Array, "B T_out D"]:
         return self.norm(self.project(jax.nn.gelu(self.gate(x), approximate=True) * layer_input))
 
 

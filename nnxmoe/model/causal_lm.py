@@ -114,7 +114,7 @@ class CausalLM(nnx.Module):
         """
         return x
 
-    def from_layer_output(self, x: PyTree) -> Float[Array, "B requested D"]:
+    def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out D"]:
         """Extract the hidden states from a layer's output. Inverse of `to_layer_input`."""
         return x
 
@@ -402,7 +402,7 @@ class CausalLM(nnx.Module):
 
     def _finish(
         self, embeddings: Any, x: Any, layer_outputs: tuple[Any, ...], cache: Cache | None, request: OutputRequest
-    ) -> tuple[Float[Array, "B requested D"], tuple[Array, ...], Array]:
+    ) -> tuple[Float[Array, "B T_out D"], tuple[Array, ...], Array]:
         """Normalize the last layer's output ``x``.
 
         Returns:

@@ -138,7 +138,7 @@ class Layer(nnx.Module):
 
     def attention_branch(
         self, x: Float[Array, "B T D"], context: Context, cache: PyTree | None
-    ) -> tuple[Float[Array, "B requested D"], PyTree | None]:
+    ) -> tuple[Float[Array, "B T_out D"], PyTree | None]:
         """Compute the attention's contribution to the hidden states ``x``.
 
         Returns:
@@ -150,12 +150,12 @@ class Layer(nnx.Module):
         y, cache = out
         return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
-    def feed_forward_branch(self, x: Float[Array, "B requested D"], context: Context) -> FeedForwardOutput:
+    def feed_forward_branch(self, x: Float[Array, "B T_out D"], context: Context) -> FeedForwardOutput:
         """Compute the feed-forward's contribution to ``x``, with its `MoEInfo` if it has experts."""
         y, info = self.call_feed_forward(self.feed_forward_norm(x), context=context)
         return FeedForwardOutput(self._added(y, self.feed_forward_post_norm), info)
 
-    def call_feed_forward(self, x: Float[Array, "B requested D"], context: Context) -> FeedForwardOutput:
+    def call_feed_forward(self, x: Float[Array, "B T_out D"], context: Context) -> FeedForwardOutput:
         """Call the feed-forward without its norms. Raises ValueError if it returns a tuple of a different type."""
         out = self.feed_forward(x, context=context.for_output_tokens())
         if isinstance(out, tuple) and not isinstance(out, FeedForwardOutput):
@@ -164,7 +164,7 @@ class Layer(nnx.Module):
             )
         return out if isinstance(out, FeedForwardOutput) else FeedForwardOutput(out, None)
 
-    def _added(self, y: Float[Array, "B requested D"], norm: RMSNorm | None) -> Float[Array, "B requested D"]:
+    def _added(self, y: Float[Array, "B T_out D"], norm: RMSNorm | None) -> Float[Array, "B T_out D"]:
         y = y if norm is None else norm(y)
         return y if self.scale == 1 else y * self.scale
 

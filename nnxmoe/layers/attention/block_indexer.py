@@ -91,7 +91,7 @@ class BlockIndexer(nnx.Module):
         return context.rotated(self.k_norm(self.k(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
 
     def select(
-        self, x: Float[Array, "B asked D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
+        self, x: Float[Array, "B T_out D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
     ) -> SelectedSlots:
         """Select the slots of the keys that each query attends to.
 

@@ -39,7 +39,7 @@ class ValueNormGQA(GQA):
 
     def attend_and_share(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None
-    ) -> tuple[Float[Array, "B asked D"], TokenCache | None, KeysValuesMask]:
+    ) -> tuple[Float[Array, "B T_out D"], TokenCache | None, KeysValuesMask]:
         """Return the output, the cache, and the keys, values and mask that later `CrossLayerAttention` layers use."""
         return self._attend(x, context=context, cache=cache)
 
@@ -77,7 +77,7 @@ class CrossLayerAttention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KeysValuesMask | None = None
-    ) -> tuple[Float[Array, "B asked D"], KeysValuesMask]:
+    ) -> tuple[Float[Array, "B T_out D"], KeysValuesMask]:
         """Attend to ``cache``: the keys, values and mask of the earlier layer."""
         assert cache is not None
         k, v, mask = cache

@@ -20,7 +20,7 @@ from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import RotateFn, rotate_halves
 
-Heads = Float[Array, "B asked N _"]
+Heads = Float[Array, "B T_out N _"]
 KeysValuesMask = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
 
 
@@ -51,8 +51,8 @@ class QKNorm(nnx.Module):
         return cls(*(AllHeadsNorm(count * head_dim, eps, **kw) for count in (heads, kv_heads)))
 
     def __call__(
-        self, q: Float[Array, "B asked N H"], k: Float[Array, "B T K H"]
-    ) -> tuple[Float[Array, "B asked N H"], Float[Array, "B T K H"]]:
+        self, q: Float[Array, "B T_out N H"], k: Float[Array, "B T K H"]
+    ) -> tuple[Float[Array, "B T_out N H"], Float[Array, "B T K H"]]:
         return self.q(q), self.k(k)
 
 
@@ -82,7 +82,7 @@ class Gate(Protocol):
     @property
     def q_width(self) -> int: ...
 
-    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads: ...
+    def __call__(self, x: Float[Array, "B T_out D"], gate_inputs: Heads, heads: Heads) -> Heads: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class QueryGate:
 
     q_width: int
 
-    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads:
+    def __call__(self, x: Float[Array, "B T_out D"], gate_inputs: Heads, heads: Heads) -> Heads:
         return heads * jax.nn.sigmoid(gate_inputs)
 
 
@@ -120,7 +120,7 @@ class OutputGate(nnx.Module):
         self.activation = activation
         self.g = Linear((dim,), (heads, width), ("embed", "heads", "head"), **kw)
 
-    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads:
+    def __call__(self, x: Float[Array, "B T_out D"], gate_inputs: Heads, heads: Heads) -> Heads:
         return heads * self.activation(self.g(x).astype(jnp.float32)).astype(heads.dtype)
 
 
@@ -131,7 +131,7 @@ class ConstantGate:
     factor: float
     q_width: int = 0
 
-    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads:
+    def __call__(self, x: Float[Array, "B T_out D"], gate_inputs: Heads, heads: Heads) -> Heads:
         return heads * self.factor
 
 
@@ -211,13 +211,13 @@ class GQA(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
+    ) -> tuple[Float[Array, "B T_out D"], TokenCache | None]:
         y, cache, _ = self._attend(x, context=context, cache=cache)
         return y, cache
 
     def _attend(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None
-    ) -> tuple[Float[Array, "B asked D"], TokenCache | None, KeysValuesMask]:
+    ) -> tuple[Float[Array, "B T_out D"], TokenCache | None, KeysValuesMask]:
         """Return the output, the cache, and the keys, values and mask that the queries attend to."""
         q, gate_inputs = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
         k, v = self.project_kv(x)
@@ -239,7 +239,7 @@ class GQA(nnx.Module):
         """Project keys and values. Keys are not yet normalized or rotated."""
         return self.k(x), self.v(x)
 
-    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+    def encode_positions(self, q: Float[Array, "B T_out N H"], context: Context) -> Float[Array, "B T_out N H"]:
         """Rotate the queries."""
         return context.rotated(q, self.rotary, self.rotate)
 
@@ -274,13 +274,13 @@ class PositionScaledGQA(GQA):
         super().__init__(dims, **options)
         self.beta, self.original = beta, original
 
-    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+    def encode_positions(self, q: Float[Array, "B T_out N H"], context: Context) -> Float[Array, "B T_out N H"]:
         return scale_by_position(super().encode_positions(q, context=context), context, self.beta, self.original)
 
 
 def scale_by_position(
-    q: Float[Array, "B asked N H"], context: Context, beta: float, original: int
-) -> Float[Array, "B asked N H"]:
+    q: Float[Array, "B T_out N H"], context: Context, beta: float, original: int
+) -> Float[Array, "B T_out N H"]:
     """Scale queries at position p by ``1 + beta * log(1 + floor(p / original))`` (Llama 4, 2025).
 
     The factor increases the differences between scores to compensate for contexts longer than the training length

@@ -73,8 +73,8 @@ class Indexer(nnx.Module):
 
     def select(
         self,
-        x: Float[Array, "B asked D"],
-        q_latent: Float[Array, "B asked q_rank"],
+        x: Float[Array, "B T_out D"],
+        q_latent: Float[Array, "B T_out q_rank"],
         keys: Float[Array, "B S H"],
         mask: Mask,
         topk: int,

@@ -240,7 +240,7 @@ class MLA(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
+    ) -> tuple[Float[Array, "B T_out D"], TokenCache | None]:
         cache, latents, mask = context.append_to_cache(cache, self.project_latents(x, context=context), window=None)
         x = context.output_tokens(x)
         heads = self._attend(self.q(x), latents, mask, context, self.attention_fn)
@@ -254,12 +254,12 @@ class MLA(nnx.Module):
 
     def _attend(
         self,
-        q: Float[Array, "B asked N H"],
+        q: Float[Array, "B T_out N H"],
         latents: Float[Array, "B S latent_and_rope"],
         mask: Mask,
         context: Context,
         attention_fn: AttentionFn,
-    ) -> Float[Array, "B asked N v"]:
+    ) -> Float[Array, "B T_out N v"]:
         """Rotate the queries and compute the head outputs."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
@@ -269,8 +269,8 @@ class MLA(nnx.Module):
         return self.mla(inputs, softmax, attention_fn)
 
     def project_out(
-        self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]
-    ) -> Float[Array, "B asked D"]:
+        self, x: Float[Array, "B T_out D"], heads: Float[Array, "B T_out N v"]
+    ) -> Float[Array, "B T_out D"]:
         """Apply the gate and the output projection. ``x`` is the layer's input."""
         heads = checkpoint_name(heads, "head_outputs")
         if self.gate is not None:
@@ -290,7 +290,7 @@ class PositionScaledMLA(MLA):
         self.beta, self.original = beta, original
 
     def _attend(
-        self, q: Float[Array, "B asked N H"], latents: Array, mask: Mask, context: Context, attention_fn: AttentionFn
-    ) -> Float[Array, "B asked N v"]:
+        self, q: Float[Array, "B T_out N H"], latents: Array, mask: Mask, context: Context, attention_fn: AttentionFn
+    ) -> Float[Array, "B T_out N v"]:
         q = scale_by_position(q, context, self.beta, self.original)
         return super()._attend(q, latents, mask, context, attention_fn)

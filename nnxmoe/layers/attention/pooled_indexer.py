@@ -47,8 +47,8 @@ class PooledIndexer(Indexer):
 
     def select(
         self,
-        x: Float[Array, "B asked D"],
-        q_latent: Float[Array, "B asked q_rank"],
+        x: Float[Array, "B T_out D"],
+        q_latent: Float[Array, "B T_out q_rank"],
         keys: Float[Array, "B S both"],
         mask: Mask,
         topk: int,

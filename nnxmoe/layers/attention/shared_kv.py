@@ -84,7 +84,7 @@ class SharedKVDims:
 EntryCaches = tuple[CompressedCache | None, CompressedCache | None]
 """Caches of the compressed entries and of the index."""
 
-IndexQueries = tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]
+IndexQueries = tuple[Float[Array, "B T_out h W"], Float[Array, "B T_out h"]]
 """Queries and head weights of an `EntryIndexer`."""
 
 
@@ -108,7 +108,7 @@ class EntryIndexer(nnx.Module):
         self.weights = Linear((dim,), (heads,), ("embed", "heads"), **kw)
 
     def queries(
-        self, x: Float[Array, "B asked D"], q_latent: Float[Array, "B asked q_rank"], context: Context
+        self, x: Float[Array, "B T_out D"], q_latent: Float[Array, "B T_out q_rank"], context: Context
     ) -> IndexQueries:
         """Compute the rotated queries, and the head weights including all constant factors."""
         q = context.rotated(self.q(q_latent), self.keys.rotary, self.keys.rotate)
@@ -172,7 +172,7 @@ class SharedKV(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: SharedKVCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], SharedKVCache | None]:
+    ) -> tuple[Float[Array, "B T_out D"], SharedKVCache | None]:
         q_latent = self.q_norm(self.q_a(context.output_tokens(x)))
         q = context.rotated(rms_normalize(self.q_b(q_latent), self.eps), self.rotary, self.rotate)
         kv = context.rotated(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
@@ -192,7 +192,7 @@ class SharedKV(nnx.Module):
         y = self.o_b(self._project_groups(heads))
         return y, None if window is None else SharedKVCache(window, *entry_caches)
 
-    def _project_groups(self, heads: Float[Array, "B asked N H"]) -> Float[Array, "B asked groups rank"]:
+    def _project_groups(self, heads: Float[Array, "B T_out N H"]) -> Float[Array, "B T_out groups rank"]:
         """Apply the first kernel of the output projection, ``o_a``, to each group of heads."""
         batch, length, groups = *heads.shape[:2], self.o_a.outs[0]
         rows = jnp.moveaxis(heads.reshape(batch * length, groups, -1), 1, 0)

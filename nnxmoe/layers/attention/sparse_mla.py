@@ -32,13 +32,13 @@ class SparseMLA(MLA):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
+    ) -> tuple[Float[Array, "B T_out D"], TokenCache | None]:
         y, _, cache = self.attend_sparse(x, None, context=context, cache=cache)
         return y, cache
 
     def attend_sparse(
         self, x: Float[Array, "B T D"], selected: SelectedSlots | None, context: Context, cache: TokenCache | None
-    ) -> tuple[Float[Array, "B asked D"], SelectedSlots | None, TokenCache | None]:
+    ) -> tuple[Float[Array, "B T_out D"], SelectedSlots | None, TokenCache | None]:
         """Attend to selected keys.
 
         Args:

@@ -140,7 +140,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: RecurrentState | None = None
-    ) -> tuple[Float[Array, "B asked D"], RecurrentState | None]:
+    ) -> tuple[Float[Array, "B T_out D"], RecurrentState | None]:
         tokens = OrderedTokens.from_context(context, x.shape[0], x.shape[1], cached=cache is not None)
         qkv, z, b, a = self._project_tokens(tokens.sort(x))
         if cache is None or context.past is None:
