@@ -170,7 +170,7 @@ class Gemma4TextConfig(LayerRopesConfig):
         return self.global_head_dim if attention_type == FULL else self.head_width
 
     @property
-    def hands_on(self) -> bool:
+    def passes_layer_state(self) -> bool:
         """Whether layers pass more than hidden states to the next layer."""
         return bool(self.hidden_size_per_layer_input or self.num_kv_shared_layers)
 
@@ -180,7 +180,7 @@ class Gemma4TextConfig(LayerRopesConfig):
         return self.num_hidden_layers - self.num_kv_shared_layers
 
     @property
-    def storing(self) -> Sequence[bool]:
+    def stores_keys(self) -> Sequence[bool]:
         """Whether later layers attend to the keys of each layer."""
         attention_types, first_shared = self.attention_types, self.first_shared
         source_layers = {
@@ -195,7 +195,7 @@ class Gemma4TextConfig(LayerRopesConfig):
         return {f"model.layers.{i}.self_attn.{part}.weight" for i in shared for part in parts}
 
     @property
-    def whole_kv_heads(self) -> int:
+    def full_kv_heads(self) -> int:
         """Number of key/value heads in full-attention layers."""
         return (self.num_global_key_value_heads if self.attention_k_eq_v else None) or self.kv_heads
 
@@ -223,18 +223,18 @@ class Gemma4Text(CausalLM):
 
     def __init__(self, config: Gemma4TextConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.logit_cap, self.hands_on = config.final_logit_softcapping, config.hands_on
+        self.logit_cap, self.passes_layer_state = config.final_logit_softcapping, config.passes_layer_state
 
     def layer_type(self, index: int) -> Hashable:
         c = self.config
-        return c.attention_types[index], index >= c.first_shared, c.storing[index]
+        return c.attention_types[index], index >= c.first_shared, c.stores_keys[index]
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
         inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
-        return (x, inputs, jnp.int32(0), {}) if self.hands_on else x
+        return (x, inputs, jnp.int32(0), {}) if self.passes_layer_state else x
 
     def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out D"]:
-        return x[0] if self.hands_on else x
+        return x[0] if self.passes_layer_state else x
 
     def head_weight(self) -> Kernel:
         kernel = super().head_weight()
@@ -247,16 +247,16 @@ class Gemma4Text(CausalLM):
         norms = [RMSNorm(c.hidden_size, c.rms_norm_eps, **kw) for _ in range(4 if c.experts else 2)]
         dense = (self._dense(index, **kw), norms[2], norms[3]) if c.experts else None
         options |= {"post_norms": (norms[0], norms[1]), "dense": dense, "output_scale": OutputScale(**kw)}
-        if c.hands_on:
+        if c.passes_layer_state:
             form, width = EdgeLayer, c.hidden_size_per_layer_input
             layer_input = PerLayerInput(c.hidden_size, width, c.rms_norm_eps, **kw) if width else None
-            options |= {"kind": c.attention_types[index], "stores": c.storing[index], "own": layer_input}
+            options |= {"layer_type": c.attention_types[index], "stores": c.stores_keys[index], "own": layer_input}
         return super().layer(index, form, **kw, **options)
 
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         c, attention_type = self.config, self.config.attention_types[index]
         is_full, width = attention_type == FULL, self.config.width_of(attention_type)
-        kv_heads = c.whole_kv_heads if is_full else c.kv_heads
+        kv_heads = c.full_kv_heads if is_full else c.kv_heads
         options = {"kv_heads": kv_heads, "head_dim": width, "scale": 1.0, "bias": c.attention_bias}
         options |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(attention_type), **kw}
         if index >= c.first_shared:

@@ -164,11 +164,11 @@ def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
     return family_config.from_hf(fields), family_config.notes(fields)
 
 
-def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
+def parse_config(fields: Mapping[str, Any], file_name: str) -> tuple[DecoderConfig, tuple[str, ...]]:
     """Create a config from a parsed config.json.
 
     Args:
-        where: Name of the file, for errors.
+        file_name: Name of the file, for errors.
 
     Returns:
         The config, and notes to report (see `DecoderConfig.notes`).
@@ -179,7 +179,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, 
     try:
         return _parsed(fields)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{file_name}: {error}") from None
 
 
 def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:

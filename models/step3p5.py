@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions
-from nnxmoe.config.bounds import MOST_LAYERS, ConfigError, Count, Number, count, per_layer
+from nnxmoe.config.bounds import MAX_LAYERS, ConfigError, Count, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
@@ -40,7 +40,7 @@ _ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_fa
 def _drop_prediction_entries(values: dict[str, Any], layers: int) -> None:
     """Truncate lists of published files to one entry per layer. The other entries are for prediction layers."""
     mtp_layers = values.get("num_nextn_predict_layers", Step3p5Config.num_nextn_predict_layers)
-    Count(0, MOST_LAYERS)("num_nextn_predict_layers", mtp_layers)
+    Count(0, MAX_LAYERS)("num_nextn_predict_layers", mtp_layers)
     for name in _PADDED:
         entries = values.get(name)
         if mtp_layers and isinstance(entries, list) and len(entries) == layers + mtp_layers:
@@ -188,7 +188,7 @@ class Step3p5Config(PartialRopesConfig):
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         values = super()._standard_fields(fields)
         layers = values.get("num_hidden_layers", cls.num_hidden_layers)
-        Count(1, MOST_LAYERS)("num_hidden_layers", layers)
+        Count(1, MAX_LAYERS)("num_hidden_layers", layers)
         _drop_prediction_entries(values, layers)
         attention_types = values.get("layer_types") or [FULL] * layers
         if not isinstance(attention_types, list | tuple):

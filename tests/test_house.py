@@ -180,7 +180,7 @@ def test_files_have_a_docstring() -> None:
 # Names that still occur twice; remove those that become unique, do not add any.
 REPEATED_CLASSES: set[str] = set()
 REPEATED_FILES: set[str] = set()
-MOST_PARAMETERS, MOST_LINES = 10, 60
+MAX_PARAMETERS, MAX_LINES = 10, 60
 
 
 def repeated(names: Iterable[str]) -> set[str]:
@@ -209,8 +209,8 @@ def test_functions_are_short_and_take_few_parameters() -> None:
         args = node.args
         count = len(args.posonlyargs + args.args + args.kwonlyargs) + bool(args.vararg) + bool(args.kwarg)
         count -= bool(args.args) and args.args[0].arg in ("self", "cls")
-        many |= {name} if count > MOST_PARAMETERS else set()
-        long |= {name} if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES else set()
+        many |= {name} if count > MAX_PARAMETERS else set()
+        long |= {name} if (node.end_lineno or 0) - node.lineno + 1 > MAX_LINES else set()
     assert not many and not long, (many, long)
 
 

@@ -46,7 +46,7 @@ class GemmaLayer(Layer):
             return super().feed_forward_branch(x, context=context)
         expert_output = self.call_feed_forward(x, context=context)
         combined = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(expert_output.y)
-        return FeedForwardOutput(self._added(combined, self.feed_forward_post_norm), expert_output.info)
+        return FeedForwardOutput(self._normalize_and_scale(combined, self.feed_forward_post_norm), expert_output.info)
 
 
 class EdgeLayer(GemmaLayer):
@@ -56,24 +56,24 @@ class EdgeLayer(GemmaLayer):
     layer type to the keys and values that later layers attend to.
 
     Args:
-        kind: Type of the layer.
+        layer_type: Type of the layer.
         stores: Whether later layers attend to the keys of this layer.
         own: Module that adds the layer's separate input. None if layers have no separate inputs.
     """
 
-    def __init__(self, *parts: Any, kind: str, stores: bool, own: PerLayerInput | None, **options: Any):
+    def __init__(self, *parts: Any, layer_type: str, stores: bool, own: PerLayerInput | None, **options: Any):
         super().__init__(*parts, **options)
-        self.kind, self.stores, self.own = kind, stores, own
+        self.layer_type, self.stores, self.own = layer_type, stores, own
 
     def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
         hidden, inputs, layer_index, shared_keys = x
         attention: Any = self.attention
         if isinstance(attention, CrossLayerAttention):
-            update, _ = attention(self.attention_norm(hidden), context=context, cache=shared_keys[self.kind])
+            update, _ = attention(self.attention_norm(hidden), context=context, cache=shared_keys[self.layer_type])
         else:
             update, cache, keys = attention.attend_and_share(self.attention_norm(hidden), context=context, cache=cache)
-            shared_keys = shared_keys | {self.kind: keys} if self.stores else shared_keys
-        hidden = context.output_tokens(hidden) + self._added(update, self.attention_post_norm)
+            shared_keys = shared_keys | {self.layer_type: keys} if self.stores else shared_keys
+        hidden = context.output_tokens(hidden) + self._normalize_and_scale(update, self.attention_post_norm)
         update, info = self.feed_forward_branch(hidden, context=context)
         hidden = hidden + update
         if self.own is not None:

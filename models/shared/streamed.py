@@ -61,9 +61,9 @@ class StreamedMTP(MTP):
     def projection(self, dim: int, **kw: Unpack[ParamOptions]) -> TokenAndStreams:
         return TokenAndStreams(dim, **kw)
 
-    def combine(self, model: Any, embedded: Any, hidden: Any, tokens: Any) -> Any:
-        streams = hidden.astype(embedded.dtype).reshape(*embedded.shape[:2], self.norm.streams, -1)
-        token = self.project.token(self.token_norm(embedded[:, :, 0]))
+    def combine(self, model: Any, embeddings: Any, hidden: Any, tokens: Any) -> Any:
+        streams = hidden.astype(embeddings.dtype).reshape(*embeddings.shape[:2], self.norm.streams, -1)
+        token = self.project.token(self.token_norm(embeddings[:, :, 0]))
         return token[:, :, None] + self.project.state(self.hidden_norm(streams))
 
     @property
@@ -82,10 +82,10 @@ class StreamedLM(CausalLM):
         return x
 
     def mtp_hidden(
-        self, before: Float[Array, "B T_out streams D"], after: Float[Array, "B T_out D"]
+        self, hidden: Float[Array, "B T_out streams D"], normalized: Float[Array, "B T_out D"]
     ) -> Float[Array, "B T_out S"]:
         """Return the streams of each token, concatenated."""
-        return before.reshape(*before.shape[:2], -1)
+        return hidden.reshape(*hidden.shape[:2], -1)
 
     def _prediction_layers(self) -> Callable[..., list[Any]]:
         return functools.partial(super()._prediction_layers(), form=StreamedMTP)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import (
-    MOST_EXPERTS,
-    MOST_LAYERS,
+    MAX_EXPERTS,
+    MAX_LAYERS,
     TOKEN_IDS,
     ConfigError,
     check_at_most,
@@ -66,7 +66,7 @@ class DecoderConfig(KnownFields):
     vocab_size: int = count(32000, most=2**24)
     hidden_size: int = count(4096, most=2**20)
     intermediate_size: int = count(11008, most=2**24)
-    num_hidden_layers: int = count(32, most=MOST_LAYERS)
+    num_hidden_layers: int = count(32, most=MAX_LAYERS)
     num_attention_heads: int = count(32, most=2**14)
     num_key_value_heads: int | None = count(None, most=2**14)
     head_dim: int | None = count(None, most=2**16)
@@ -102,10 +102,10 @@ class DecoderConfig(KnownFields):
     def _check(self) -> None:
         check_fields(self)
         check_multiple(self, "num_attention_heads", "num_key_value_heads")
-        if self.experts * self.num_hidden_layers > MOST_EXPERTS:
+        if self.experts * self.num_hidden_layers > MAX_EXPERTS:
             raise ConfigError(
                 f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts per layer exceeds the "
-                f"supported total of {MOST_EXPERTS} experts"
+                f"supported total of {MAX_EXPERTS} experts"
             )
         if self.query_pre_attn_scalar is not None and not self.scale_in_queries:
             raise ConfigError(f"query_pre_attn_scalar is not supported for {self.model_type}: remove it")

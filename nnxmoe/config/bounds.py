@@ -13,8 +13,8 @@ class ConfigError(ValueError):
     """Raised for an invalid or unsupported field of a model config."""
 
 
-MOST_LAYERS = 1024
-MOST_EXPERTS = 2**18  # total over all layers
+MAX_LAYERS = 1024
+MAX_EXPERTS = 2**18  # total over all layers
 
 
 @dataclasses.dataclass(frozen=True)

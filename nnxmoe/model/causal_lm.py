@@ -118,17 +118,17 @@ class CausalLM(nnx.Module):
         """Extract the hidden states from a layer's output. Inverse of `to_layer_input`."""
         return x
 
-    def mtp_hidden(self, before: PyTree, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
+    def mtp_hidden(self, hidden: PyTree, normalized: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
         """Return the states that prediction layers (`MTP`) read.
 
         Args:
-            before: Input of the final norm.
-            after: Output of the final norm.
+            hidden: Input of the final norm.
+            normalized: Output of the final norm.
 
         Returns:
-            States of width S. By default ``after``, so S = D.
+            States of width S. By default ``normalized``, so S = D.
         """
-        return after
+        return normalized
 
     def gqa(self, index: int, form: Callable[..., AttentionT] = GQA, *, bias: bool, **options: Any) -> AttentionT:
         """Build grouped-query attention for layer ``index`` from the config.

@@ -64,16 +64,16 @@ class Layer(nnx.Module):
         self.store_feed_forward(feed_forward, norm=feed_forward_norm, post_norm=post_norms[1])
         self.scale = scale
 
-    def store_feed_forward(self, part: "FeedForward | EmptyPart", **around: nnx.Module | None) -> None:
+    def store_feed_forward(self, part: "FeedForward | EmptyPart", **modules: nnx.Module | None) -> None:
         """Assign the feed-forward to the attribute named by ``part.name`` (default ``mlp``).
 
         Args:
             part: The feed-forward.
-            around: Modules whose attribute names share the feed-forward's prefix, by suffix. ``norm=…`` is stored as
+            modules: Modules whose attribute names share the feed-forward's prefix, by suffix. ``norm=…`` is stored as
                 ``moe_norm`` or ``mlp_norm``.
         """
         setattr(self, getattr(part, "name", "mlp"), part)
-        for suffix, module in around.items():
+        for suffix, module in modules.items():
             setattr(self, f"feed_forward_{suffix}", module)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -148,12 +148,12 @@ class Layer(nnx.Module):
         if not isinstance(out, tuple) or len(out) != 2:
             raise ValueError(f"the attention {type(self.attention).__name__} must return (y, cache)")
         y, cache = out
-        return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
+        return self._normalize_and_scale(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
     def feed_forward_branch(self, x: Float[Array, "B T_out D"], context: Context) -> FeedForwardOutput:
         """Compute the feed-forward's contribution to ``x``, with its `MoEInfo` if it has experts."""
         y, info = self.call_feed_forward(self.feed_forward_norm(x), context=context)
-        return FeedForwardOutput(self._added(y, self.feed_forward_post_norm), info)
+        return FeedForwardOutput(self._normalize_and_scale(y, self.feed_forward_post_norm), info)
 
     def call_feed_forward(self, x: Float[Array, "B T_out D"], context: Context) -> FeedForwardOutput:
         """Call the feed-forward without its norms. Raises ValueError if it returns a tuple of a different type."""
@@ -164,7 +164,7 @@ class Layer(nnx.Module):
             )
         return out if isinstance(out, FeedForwardOutput) else FeedForwardOutput(out, None)
 
-    def _added(self, y: Float[Array, "B T_out D"], norm: RMSNorm | None) -> Float[Array, "B T_out D"]:
+    def _normalize_and_scale(self, y: Float[Array, "B T_out D"], norm: RMSNorm | None) -> Float[Array, "B T_out D"]:
         y = y if norm is None else norm(y)
         return y if self.scale == 1 else y * self.scale
 
@@ -179,7 +179,7 @@ class EmptyPart(nnx.Module):
         """Return True, because the placeholder computes nothing."""
         return True
 
-    def score_ops(self, seen: float) -> list[tuple[int, float]]:
+    def score_ops(self, num_keys: float) -> list[tuple[int, float]]:
         """Return an empty list, because there are no attention scores."""
         return []
 

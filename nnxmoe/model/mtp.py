@@ -40,9 +40,11 @@ class MTP(nnx.Module):
         """Build the projection from [token; state] to the layer's input."""
         return Linear((2 * dim,), (dim,), ("embed", "norm"), **kw)
 
-    def combine(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
+    def combine(self, model: Any, embeddings: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
         """Build the prediction layer's input: normalize, concatenate and project embeddings and previous states."""
-        inputs = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
+        inputs = jnp.concatenate(
+            [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))], axis=-1
+        )
         return model.to_layer_input(self.project(inputs), tokens)
 
     @property

@@ -198,9 +198,11 @@ class ScannedStack(nnx.Module):
             if not is_stateful(self.layer):  # checked again, because tracing the scan detects stateful layers
                 outputs = () if hidden is None else tuple(by_layer(hidden).values())
                 return Body(out, new_cache, by_layer(infos), outputs)
-        return self._in_turn(x, context, cache, first)
+        return self._call_layers_in_order(x, context, cache, first)
 
-    def _in_turn(self, x: PyTree, context: Context, cache: PyTree | None, first: int | Int[Array, ""]) -> Body:
+    def _call_layers_in_order(
+        self, x: PyTree, context: Context, cache: PyTree | None, first: int | Int[Array, ""]
+    ) -> Body:
         """Compute stateful layers in a Python loop.
 
         Calls the module once per layer, with the layer's parameters, so that the module sows one value per layer.

@@ -86,10 +86,10 @@ class CrossLayerAttention(nnx.Module):
         heads = self.attention_fn(jnp.swapaxes(q, 1, 2), k, v, MaskedSoftmax(mask, self.scale))
         return self.o(jnp.swapaxes(heads, 1, 2)), cache
 
-    def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Return (multiplications per query-key pair, keys per query) for queries that follow ``keys`` tokens."""
+    def score_ops(self, num_keys: float) -> list[tuple[int, float]]:
+        """Return (multiplications per query-key pair, keys per query) for queries that follow ``num_keys`` tokens."""
         heads, width = self.q.outs
-        return [(2 * heads * width, min(self.window or keys, keys))]
+        return [(2 * heads * width, min(self.window or num_keys, num_keys))]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> tuple[()]:
         return ()

@@ -280,12 +280,12 @@ class SharedKV(nnx.Module):
     def _softmax(self, mask: Mask | ConcatenatedMask) -> MaskedSoftmax:
         return MaskedSoftmax(mask, self.scale, sinks=self.sinks())
 
-    def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Return (multiplications per query-key pair, keys per query) per product, after ``keys`` tokens."""
-        width, window = 2 * math.prod(self.q_b.outs), min(self.window, keys)
+    def score_ops(self, num_keys: float) -> list[tuple[int, float]]:
+        """Return (multiplications per query-key pair, keys per query) per product, after ``num_keys`` tokens."""
+        width, window = 2 * math.prod(self.q_b.outs), min(self.window, num_keys)
         if self.compressor is None:
             return [(width, window)]
-        entries = keys / self.compressor.rate
+        entries = num_keys / self.compressor.rate
         if self.indexer is None:
             return [(width, window + entries)]
         return [(width, window + min(self.indexer.k, entries)), (math.prod(self.indexer.q.outs), entries)]

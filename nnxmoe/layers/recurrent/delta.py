@@ -229,8 +229,8 @@ class GatedDeltaNet(nnx.Module):
         window = jnp.zeros((batch, self.conv.taps - 1, dims.channels), dtype)
         return jnp.zeros((batch, dims.values, dims.key_dim, dims.value_dim), jnp.float32), window
 
-    def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Return [(multiplications per token, 1)], independent of the number of earlier tokens, ``keys``."""
+    def score_ops(self, num_keys: float) -> list[tuple[int, float]]:
+        """Return [(multiplications per token, 1)], independent of the number of earlier tokens, ``num_keys``."""
         dims = self.dims
         return [((2 + self.has_correction) * dims.values * dims.key_dim * dims.value_dim, 1.0)]
 
