@@ -127,8 +127,8 @@ class Qwen3_5MaxText(QwenHybridMaxText):
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
         """Return columns in MaxText's arrays, in which outputs are ordered by key head as in `FusedProjection`."""
         heads = config.delta_heads
-        width, ba = heads.channels + heads.values * heads.value_dim, 2 * heads.values
-        split_columns = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))
+        width, ba = heads.channels + heads.value_heads * heads.value_dim, 2 * heads.value_heads
+        split_columns = heads.split(*(jnp.arange(size).reshape(heads.key_heads, -1) for size in (width, ba)))
         named_columns = zip(("qkv", "z", "b", "a"), split_columns, strict=True)
         return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named_columns}
 

@@ -161,7 +161,7 @@ class RecurrentState:
         """Number of most recent tokens that may be discarded."""
         return jax.tree.leaves(self.states)[0].shape[1] - 1
 
-    def before(self, metadata: CacheMetadata) -> PyTree:
+    def state_before(self, metadata: CacheMetadata) -> PyTree:
         """Return the state ``[B, ...]`` before the new tokens."""
         length = metadata.length_before
 
@@ -269,7 +269,7 @@ class Cache:
         """Replace ``x`` with NaN in rows whose length exceeds ``capacity``."""
         return jnp.where((self.length > self.capacity).reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
 
-    def shared(self, fresh: bool) -> Self:
+    def without_layers(self, fresh: bool) -> Self:
         """Return the cache without ``layers``.
 
         Args:

@@ -84,7 +84,7 @@ class Context:
             ValueError: If ``lengths`` is not ``batch`` integers from 0 to ``length``. Traced values are not checked.
         """
         index = jnp.arange(length, dtype=jnp.int32)
-        context = cls(index)._rotating((rope,), jnp.broadcast_to(index, (batch, length)))
+        context = cls(index)._with_rotations((rope,), jnp.broadcast_to(index, (batch, length)))
         if lengths is None:
             return context
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(lengths))
@@ -123,7 +123,7 @@ class Context:
         tokens = None if self.tokens is None else self.output_tokens(self.tokens)
         return dataclasses.replace(self, valid=valid, tokens=tokens)
 
-    def rotated(
+    def rotate(
         self, x: Float[Array, "B T_out N H"], rope: Rope | None, rotate: RotateFn
     ) -> Float[Array, "B T_out N H"]:
         """Rotate queries or keys by position. If ``rope`` is None, return ``x`` unchanged."""
@@ -134,7 +134,7 @@ class Context:
             rotation = compute_rotation(rope, self.positions, self.valid)
         return rotate(x, rotation)
 
-    def _rotating(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
+    def _with_rotations(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
         """Return a copy of the context with ``positions`` and the rotations of all layers."""
         rotations = Rotations({rope: compute_rotation(rope, positions, self.valid) for rope in ropes})
         return dataclasses.replace(self, positions=positions, rotations=rotations)
@@ -155,7 +155,7 @@ class Context:
 
         Args:
             ropes: Rotary position embeddings of all layers.
-            cache: Cache without ``layers``; see `Cache.shared`.
+            cache: Cache without ``layers``; see `Cache.without_layers`.
             tokens, attention_mask, positions, segment_ids, key, fresh: See `CausalLM.body`.
         """
         past, advanced_cache, index, shape = None, None, jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape
@@ -170,7 +170,7 @@ class Context:
             advanced_cache, past = cache.advance(shape[1], valid, segment)
             positions = jnp.maximum(index, 0) if positions is None else positions
         context = cls(index, valid, segment, past, key, tokens, fresh=fresh and cache is not None)
-        return context._rotating(ropes, jnp.asarray(positions)), advanced_cache
+        return context._with_rotations(ropes, jnp.asarray(positions)), advanced_cache
 
     def append_to_cache(
         self, cache: TokenCache | None, new: PyTree, window: int | None

@@ -368,7 +368,7 @@ class CausalLM(nnx.Module):
             ValueError: ``fresh`` is True, but the cache is known to contain tokens.
         """
         caches = (None,) * len(self.stacks) if cache is None else cache.layers
-        shared_cache = None if cache is None else cache.shared(fresh)
+        shared_cache = None if cache is None else cache.without_layers(fresh)
         embeddings, context, shared_cache = self._embed_inputs(
             tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh
         )

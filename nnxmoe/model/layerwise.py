@@ -88,7 +88,7 @@ class LayerwiseModel:
     ) -> Body:
         """Compute `CausalLM.body` without a random key."""
         parts = self._parts
-        shared_cache = None if cache is None else cache.shared(fresh)
+        shared_cache = None if cache is None else cache.without_layers(fresh)
         inputs = tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh
         embeddings, context, shared_cache = parts.embed(self._outer, *inputs)
         context = dataclasses.replace(context, request=request)

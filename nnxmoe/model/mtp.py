@@ -79,7 +79,7 @@ class MTP(nnx.Module):
             A `Body`. Pass ``x [B, T, D]``, the normalized states, to ``model.logits``. Pass ``mtp_hidden`` to the next
             depth.
         """
-        shared_cache = None if cache is None else cache.shared(fresh)
+        shared_cache = None if cache is None else cache.without_layers(fresh)
         embeddings, context, new_cache = model._embed_inputs(
             tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh=fresh
         )

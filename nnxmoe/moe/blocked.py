@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.kernel import Kernel, as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
-from nnxmoe.layers.linear.xla_cpu import as_bits, carried, from_bits
+from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits, with_barrier
 from nnxmoe.moe.grouped_matmul import GroupedKernel
 from nnxmoe.sharding import is_static
 
@@ -154,10 +154,10 @@ def _apply(blocks, rows, kernel, sizes, transpose):
             tile = as_bits(group_kernel.vjp_input(tile) if transpose else group_kernel(tile))
             old_tile = jax.lax.dynamic_slice_in_dim(out, first_row, block)
             out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, tile, old_tile), first_row, 0)
-            return *carried(rows, group_kernel), out
+            return *with_barrier(rows, group_kernel), out
 
         out = _for_each_block(block, is_last_size, start, end, block_product, (rows, group_kernel, out))[-1]
-        return *carried(rows, kernel), out
+        return *with_barrier(rows, kernel), out
 
     out = as_bits(jnp.zeros((num_rows, width), rows.dtype))
     out = _for_each_group(blocks, sizes, group_product, (rows, kernel, out))[-1]
@@ -180,7 +180,7 @@ def _kernel_gradient(blocks, spec, rows, d_out, sizes):
                 jnp.where(mask, jax.lax.dynamic_slice_in_dim(x, first_row, block), 0) for x in (rows, d_out)
             )
             product = kernel.expert(0).vjp_kernel(tile, d_tile)
-            return *carried(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
+            return *with_barrier(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
 
         total = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], jnp.float32), kernel) if is_last_size else None
         total = _for_each_block(block, is_last_size, start, end, block_product, (rows, d_out, total))[-1]
@@ -188,7 +188,7 @@ def _kernel_gradient(blocks, spec, rows, d_out, sizes):
         def write_group(bits, gradient, leaf):
             return jax.lax.dynamic_update_index_in_dim(bits, as_bits(gradient.astype(leaf.dtype)), group, 0)
 
-        return *carried(rows, d_out), jax.tree.map(write_group, d_kernel, total, kernel)
+        return *with_barrier(rows, d_out), jax.tree.map(write_group, d_kernel, total, kernel)
 
     d_kernel = jax.tree.map(lambda a: as_bits(jnp.zeros(a.shape, a.dtype)), kernel)
     d_kernel = _for_each_group(blocks, sizes, group_product, (rows, d_out, d_kernel))[-1]

@@ -41,7 +41,7 @@ from tests.support.families import load
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, randomise
 from tests.support.tiny import build
 
-HEADS = DeltaDims(dim=12, keys=2, values=4, key_dim=6, value_dim=5)
+HEADS = DeltaDims(dim=12, key_heads=2, value_heads=4, key_dim=6, value_dim=5)
 TOKENS = 70  # more than a chunk
 NOTICED = 1e-3
 
@@ -62,19 +62,19 @@ def plain(layer: GatedDeltaNet, x: np.ndarray, first: np.ndarray) -> np.ndarray:
     weight, rate, bias, scale = (
         np.asarray(p[...], np.float64) for p in (layer.conv.weight, layer.a_log, layer.dt_bias, layer.norm.scale)
     )
-    state, start, found = np.zeros((c.values, c.key_dim, c.value_dim)), 0, []
+    state, start, found = np.zeros((c.value_heads, c.key_dim, c.value_dim)), 0, []
     for t in range(len(x)):
         if first[t]:
             state, start = np.zeros_like(state), t
         mixed = sum(qkv[t - back] * weight[:, 0, 3 - back] for back in range(4) if t - back >= start)
         mixed = mixed / (1 + np.exp(-mixed))
-        q, k, v = np.split(mixed, [c.keys * c.key_dim, 2 * c.keys * c.key_dim])
+        q, k, v = np.split(mixed, [c.key_heads * c.key_dim, 2 * c.key_heads * c.key_dim])
         q, k = (
-            np.repeat(part.reshape(c.keys, c.key_dim), c.values // c.keys, axis=0)
-            / np.sqrt((part.reshape(c.keys, -1) ** 2).sum(-1) + 1e-6).repeat(c.values // c.keys)[:, None]
+            np.repeat(part.reshape(c.key_heads, c.key_dim), c.value_heads // c.key_heads, axis=0)
+            / np.sqrt((part.reshape(c.key_heads, -1) ** 2).sum(-1) + 1e-6).repeat(c.value_heads // c.key_heads)[:, None]
             for part in (q, k)
         )
-        v = v.reshape(c.values, c.value_dim)
+        v = v.reshape(c.value_heads, c.value_dim)
         state = state * np.exp(-np.exp(rate) * np.log1p(np.exp(a[t] + bias)))[:, None, None]
         error = v - np.einsum("nhw,nh->nw", state, k)
         state = state + k[:, :, None] * (error / (1 + np.exp(-b[t]))[:, None])[:, None]
@@ -382,7 +382,7 @@ def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
     def states(cache: Cache) -> list[Any]:
         past = cache.advance(1, None, None)[1]
         kept = [one for stack in cache.layers for one in stack if isinstance(one, RecurrentState)]
-        return [leaf for one in kept for leaf in jax.tree.leaves(one.before(past))]
+        return [leaf for one in kept for leaf in jax.tree.leaves(one.state_before(past))]
 
     begun = model(IDS[:, :20], attention_mask=mask, cache=model.empty_cache(2, 32, 3)).cache
     found = []

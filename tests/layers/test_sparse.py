@@ -120,7 +120,7 @@ def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) 
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, size, 9)), jnp.float32)
     context = Context.from_lengths(rope, 3, size)
     keys = np.asarray(part.keys(x, context))
-    q = np.asarray(context.rotated(part.q_norm(part.q(x)), rope, turn))
+    q = np.asarray(context.rotate(part.q_norm(part.q(x)), rope, turn))
     scores = np.einsum("btnh,bsh->btns", q.astype(np.float64), keys)
     valid = np.ones((3, size), bool)
     valid[1, :4], valid[2, [5, 6, 19, 22]] = False, False

@@ -61,7 +61,7 @@ def test_16_bit_loop_invariants_are_copied(monkeypatch: pytest.MonkeyPatch) -> N
         return analysis.temp_size_in_bytes
 
     assert temporary() < kernels.size * 2
-    monkeypatch.setattr(blocked, "carried", lambda *values: values)
+    monkeypatch.setattr(blocked, "with_barrier", lambda *values: values)
     assert (temporary() > kernels.size * 2) == xla_cpu.COPIES_16_BITS
 
 

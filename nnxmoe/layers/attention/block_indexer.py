@@ -88,7 +88,7 @@ class BlockIndexer(nnx.Module):
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
         """Compute one key per token."""
-        return context.rotated(self.k_norm(self.k(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
+        return context.rotate(self.k_norm(self.k(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
 
     def select(
         self, x: Float[Array, "B T_out D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
@@ -100,7 +100,7 @@ class BlockIndexer(nnx.Module):
             slots of the first `topk` queries of a causal pass are `NO_SLOT`, because these queries attend to all
             earlier keys.
         """
-        q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
+        q = context.rotate(self.q_norm(self.q(x)), self.rotary, self.rotate)
         order, tokens, offset = sort_padding_last(mask.keys, keys.shape[:2])
         has_padding, is_packed = mask.keys.valid is not None, tokens.segment is not None
         q, keys = jax.lax.stop_gradient((q, gather_tokens(keys, order) if has_padding else keys))

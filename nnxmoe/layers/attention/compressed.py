@@ -30,11 +30,11 @@ class CompressedCache:
 
     Attributes:
         entries: Entries ``[*L, B, C / rate, W]``.
-        open: Projections of the newest tokens of each row, ``[*L, B, R, W]``. Token i is stored at index ``i % R``.
+        pending: Projections of the newest tokens of each row, ``[*L, B, R, W]``. Token i is stored at index ``i % R``.
     """
 
     entries: Buffer
-    open: RecurrentState
+    pending: RecurrentState
 
 
 @jax.tree_util.register_dataclass
@@ -173,9 +173,9 @@ class Compressor(nnx.Module):
     ) -> CompressorOutput:
         """Compress the windows that end in ``x``, and append the new entries to the cache."""
         projection, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
-        open_tokens, tokens, index = None, projection, rows.index
+        pending_tokens, tokens, index = None, projection, rows.index
         if cache is not None:  # lookahead -1 also returns the stored tokens
-            open_tokens, tokens, index = append_ring(cache.open.states, projection, rows, -1)
+            pending_tokens, tokens, index = append_ring(cache.pending.states, projection, rows, -1)
         tokens = gather_by_index(tokens, index, rows.length_before - self.reach, self.reach + length)
         ends = rows.window_ends(self.rate)
         may_continue = cache is not None and not context.fresh  # the first window may start before this pass
@@ -184,10 +184,10 @@ class Compressor(nnx.Module):
         new_ends = jnp.where(slots < ends.shape[1], gather_clipped(ends, slots), -1)
         new_ends = jnp.where(new_ends >= rows.length_before[:, None], new_ends, -1)
         entries = self._entries(tokens, new_ends, rows, context)
-        if cache is None or open_tokens is None:
+        if cache is None or pending_tokens is None:
             return CompressorOutput(None, entries, rows.slots(new_ends))
         slots = jnp.where(new_ends < 0, ends.shape[1], slots)
-        cache = CompressedCache(write_slots(cache.entries, entries, slots, 1), RecurrentState(open_tokens))
+        cache = CompressedCache(write_slots(cache.entries, entries, slots, 1), RecurrentState(pending_tokens))
         if context.fresh:
             return CompressorOutput(cache, entries, rows.slots(new_ends))
         return CompressorOutput(cache, as_float(cache.entries, entries.dtype), rows.slots(ends))

@@ -82,7 +82,7 @@ class CrossLayerAttention(nnx.Module):
         assert cache is not None
         k, v, mask = cache
         mask = context.output_queries(mask)
-        q = context.rotated(self.q_norm(self.q(context.output_tokens(x))), self.rotary, rotate_halves)
+        q = context.rotate(self.q_norm(self.q(context.output_tokens(x))), self.rotary, rotate_halves)
         heads = self.attention_fn(jnp.swapaxes(q, 1, 2), k, v, MaskedSoftmax(mask, self.scale))
         return self.o(jnp.swapaxes(heads, 1, 2)), cache
 

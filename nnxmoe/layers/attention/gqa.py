@@ -224,7 +224,7 @@ class GQA(nnx.Module):
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
         q = jnp.swapaxes(self.encode_positions(q, context=context), 1, 2)
-        k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
+        k = jnp.swapaxes(context.rotate(k, self.rotary, self.rotate), 1, 2)
         v = jnp.swapaxes(v, 1, 2)
         cache, k, v, mask, attention_fn = self._append_to_cache(x, k, v, context=context, cache=cache)
         q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
@@ -241,7 +241,7 @@ class GQA(nnx.Module):
 
     def encode_positions(self, q: Float[Array, "B T_out N H"], context: Context) -> Float[Array, "B T_out N H"]:
         """Rotate the queries."""
-        return context.rotated(q, self.rotary, self.rotate)
+        return context.rotate(q, self.rotary, self.rotate)
 
     def _append_to_cache(
         self,

@@ -92,7 +92,7 @@ class Indexer(nnx.Module):
         if self.rotary is None:
             return x
         x_rope, x_nope = jnp.split(x, [self.rotary.dim], axis=-1)
-        return jnp.concatenate([context.rotated(x_rope, self.rotary, self.rotate), x_nope], axis=-1)
+        return jnp.concatenate([context.rotate(x_rope, self.rotary, self.rotate), x_nope], axis=-1)
 
 
 def select_keys(

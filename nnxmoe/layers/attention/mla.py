@@ -249,7 +249,7 @@ class MLA(nnx.Module):
     def project_latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
         """Compute each token's cache entry: the normalized latent and the rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
-        k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
+        k_rope = context.rotate(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return checkpoint_name(jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1), "latents")
 
     def _attend(
@@ -262,7 +262,7 @@ class MLA(nnx.Module):
     ) -> Float[Array, "B T_out N v"]:
         """Rotate the queries and compute the head outputs."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
-        q_rope = context.rotated(q_rope, self.rotary, self.rotate)
+        q_rope = context.rotate(q_rope, self.rotary, self.rotate)
         inputs, softmax = MLAInputs(q_nope, q_rope, latents, self.kv_b.weight()), MaskedSoftmax(mask, self.scale)
         if isinstance(attention_fn, ContextParallelAttention):
             return attention_fn.attend_latents(self.mla, inputs, softmax)

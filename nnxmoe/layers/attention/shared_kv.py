@@ -111,7 +111,7 @@ class EntryIndexer(nnx.Module):
         self, x: Float[Array, "B T_out D"], q_latent: Float[Array, "B T_out q_rank"], context: Context
     ) -> IndexQueries:
         """Compute the rotated queries, and the head weights including all constant factors."""
-        q = context.rotated(self.q(q_latent), self.keys.rotary, self.keys.rotate)
+        q = context.rotate(self.q(q_latent), self.keys.rotary, self.keys.rotate)
         heads, width = q.shape[2:]
         return q, self.weights(x).astype(jnp.float32) * (heads * width) ** -0.5
 
@@ -174,8 +174,8 @@ class SharedKV(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: SharedKVCache | None = None
     ) -> tuple[Float[Array, "B T_out D"], SharedKVCache | None]:
         q_latent = self.q_norm(self.q_a(context.output_tokens(x)))
-        q = context.rotated(rms_normalize(self.q_b(q_latent), self.eps), self.rotary, self.rotate)
-        kv = context.rotated(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
+        q = context.rotate(rms_normalize(self.q_b(q_latent), self.eps), self.rotary, self.rotate)
+        kv = context.rotate(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
         window, kv, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
         entry_caches: EntryCaches = None, None
         if self.compressor is None:
@@ -188,7 +188,7 @@ class SharedKV(nnx.Module):
             if self.indexer is not None and entries.index_keys is not None:
                 index_queries = self.indexer.queries(context.output_tokens(x), q_latent, context=context)
             heads = self._attend(q, kv, mask, rows, entries, index_queries)
-        heads = context.rotated(heads, self.rotary, self.rotate.inverse)
+        heads = context.rotate(heads, self.rotary, self.rotate.inverse)
         y = self.o_b(self._project_groups(heads))
         return y, None if window is None else SharedKVCache(window, *entry_caches)
 

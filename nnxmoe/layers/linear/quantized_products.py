@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.matmul import dot_f32, matmul_f32
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
-from nnxmoe.layers.linear.xla_cpu import carried, on_cpu
+from nnxmoe.layers.linear.xla_cpu import on_cpu, with_barrier
 from nnxmoe.sharding import is_static
 
 INT8_MAX = 127.0
@@ -62,7 +62,7 @@ def _multiply_blocks(x: Float[Array, "R I"], kernel: QuantizedKernel, block: int
         weights = kernel.decode_rows(start, block)
         products = [matmul_f32(half, w.astype(dtype), True) for half, w in zip(halves, weights, strict=True)]
         out = jax.lax.dynamic_update_slice_in_dim(out, functools.reduce(jnp.add, products), start, 1)
-        return *carried(halves, kernel), out
+        return *with_barrier(halves, kernel), out
 
     zeros = jnp.zeros((x.shape[0], outs), jnp.float32)
     return jax.lax.fori_loop(0, -(-outs // block), step, (kernel.format.split_halves(x), kernel, zeros))[-1]
@@ -80,7 +80,7 @@ def _multiply_transposed_blocks(x: Float[Array, "R O"], kernel: QuantizedKernel,
         columns = jnp.where(is_new, columns, 0)
         weights = kernel.decode_rows(start, block)
         sums = tuple(s + dot_f32(columns, w.astype(dtype), -1, -2) for s, w in zip(sums, weights, strict=True))
-        return *carried(x, kernel), sums
+        return *with_barrier(x, kernel), sums
 
     zeros = kernel.format.split_halves(jnp.zeros((x.shape[0], ins), jnp.float32))
     return kernel.format.join_halves(jax.lax.fori_loop(0, -(-outs // block), step, (x, kernel, zeros))[-1])

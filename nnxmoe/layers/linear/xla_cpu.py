@@ -83,7 +83,7 @@ def cast_to_f32(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ..
     return tuple(operand.astype(jnp.float32) for operand in operands)
 
 
-def carried(*values: Any) -> tuple[Any, ...]:
+def with_barrier(*values: Any) -> tuple[Any, ...]:
     """Put a barrier around loop invariants in the carry of a loop, so XLA does not treat the values as invariants.
 
     XLA:CPU hoists the float32 cast of a 16-bit loop invariant out of the loop, and thus copies the whole array

@@ -23,7 +23,7 @@ from nnxmoe.layers.recurrent.delta_rule import (
     DeltaInputs,
     Recurrence,
     chunk_delta_rule,
-    einsum_f32,
+    einsum_highest,
     recurrent_delta_rule,
 )
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
@@ -42,38 +42,38 @@ class DeltaDims:
 
     Attributes:
         dim: Width of the activations.
-        keys: Number of query and key heads.
-        values: Number of value heads, a multiple of ``keys``.
+        key_heads: Number of query and key heads.
+        value_heads: Number of value heads, a multiple of ``key_heads``.
         key_dim: Width of a query or key head.
         value_dim: Width of a value head.
     """
 
     dim: int
-    keys: int
-    values: int
+    key_heads: int
+    value_heads: int
     key_dim: int
     value_dim: int
 
     @property
     def channels(self) -> int:
         """Total width of queries, keys and values."""
-        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> ProjectedTokens:
+    def split(self, qkvz: Shaped[Array, "*B key_heads _"], ba: Shaped[Array, "*B key_heads _"]) -> ProjectedTokens:
         """Split projections that are grouped by key head: q, k, v and z from ``qkvz``, and b and a from ``ba``."""
-        lead, groups = qkvz.shape[:-2], self.values // self.keys
+        lead, groups = qkvz.shape[:-2], self.value_heads // self.key_heads
         ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
         q, k, v, z = jnp.split(qkvz, ends, axis=-1)
-        b, a = (x.reshape(*lead, self.values) for x in jnp.split(ba, 2, axis=-1))
+        b, a = (x.reshape(*lead, self.value_heads) for x in jnp.split(ba, 2, axis=-1))
         qkv = jnp.concatenate([x.reshape(*lead, -1) for x in (q, k, v)], axis=-1)
-        return qkv, z.reshape(*lead, self.values, self.value_dim), b, a
+        return qkv, z.reshape(*lead, self.value_heads, self.value_dim), b, a
 
 
 class SeparateProjection(nnx.Module):
     """Input projection with a fused kernel for q, k and v, and separate kernels for z, b and a (Qwen3.5)."""
 
     def __init__(self, dims: DeltaDims, **kw: Unpack[ParamOptions]):
-        dim, heads = (dims.dim,), dims.values
+        dim, heads = (dims.dim,), dims.value_heads
         self.qkv = Linear(dim, (dims.channels,), ("embed", "mlp"), **kw)
         self.z = Linear(dim, (heads, dims.value_dim), ("embed", "heads", "head"), **kw)
         self.b = Linear(dim, (heads,), ("embed", "heads"), **kw)
@@ -90,10 +90,10 @@ class FusedProjection(nnx.Module):
     """
 
     def __init__(self, dims: DeltaDims, **kw: Unpack[ParamOptions]):
-        self.dims, groups, axes = dims, dims.values // dims.keys, ("embed", "heads", "head")
+        self.dims, groups, axes = dims, dims.value_heads // dims.key_heads, ("embed", "heads", "head")
         width = 2 * dims.key_dim + 2 * groups * dims.value_dim
-        self.qkvz = Linear((dims.dim,), (dims.keys, width), axes, **kw)
-        self.ba = Linear((dims.dim,), (dims.keys, 2 * groups), axes, **kw)
+        self.qkvz = Linear((dims.dim,), (dims.key_heads, width), axes, **kw)
+        self.ba = Linear((dims.dim,), (dims.key_heads, 2 * groups), axes, **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
         return self.dims.split(self.qkvz(x), self.ba(x))
@@ -133,10 +133,10 @@ class GatedDeltaNet(nnx.Module):
     ):
         self.dims, self.project, self.mesh, self.recurrence = dims, project, mesh, recurrence
         self.conv = ShortConv(dims.channels, taps, **kw)
-        self.a_log = parameter((dims.values,), ("heads",), init_log_rates, **kw)
-        self.dt_bias = parameter((dims.values,), ("heads",), nnx.initializers.ones, **kw)
+        self.a_log = parameter((dims.value_heads,), ("heads",), init_log_rates, **kw)
+        self.dt_bias = parameter((dims.value_heads,), ("heads",), nnx.initializers.ones, **kw)
         self.norm = GatedNorm(dims.value_dim, eps, **kw)
-        self.out = Linear((dims.values, dims.value_dim), (dims.dim,), ("heads", "head", "embed"), **kw)
+        self.out = Linear((dims.value_heads, dims.value_dim), (dims.dim,), ("heads", "head", "embed"), **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: RecurrentState | None = None
@@ -146,7 +146,7 @@ class GatedDeltaNet(nnx.Module):
         if cache is None or context.past is None:
             state, window = self._empty_state(x.shape[0], x.dtype)
         else:
-            state, window = cache.before(context.past)
+            state, window = cache.state_before(context.past)
         qkv, conv_inputs = self.conv(qkv, window, tokens.segment)
         inputs = self._delta_inputs(tokens, qkv, b, a)
         if tokens.real is not None:
@@ -155,7 +155,7 @@ class GatedDeltaNet(nnx.Module):
         heads, token_index, states = self._apply_rule(inputs, state, tokens, lookahead)
         if cache is not None:
             windows = self.conv.windows(conv_inputs, token_index, tokens.segment)
-            cache = cache.write((states, windows), tokens.row_index(token_index))
+            cache = cache.write((states, windows), tokens.token_indices(token_index))
         heads, z = (context.output_tokens(tokens.unsort(a)) for a in (heads.astype(x.dtype), z))
         return self.out(self.norm(heads, z)), cache
 
@@ -164,11 +164,11 @@ class GatedDeltaNet(nnx.Module):
 
     def _delta_inputs(self, tokens: OrderedTokens, qkv: Array, b: Array, a: Array) -> DeltaInputs:
         dims, lead = self.dims, qkv.shape[:2]
-        width = dims.keys * dims.key_dim
+        width = dims.key_heads * dims.key_dim
         q, k, v = jnp.split(qkv.astype(jnp.float32), (width, 2 * width), axis=-1)
-        q, k = (_normalize(x.reshape(*lead, dims.keys, dims.key_dim)) for x in (q, k))
+        q, k = (_normalize(x.reshape(*lead, dims.key_heads, dims.key_dim)) for x in (q, k))
         g, beta = self.log_decays(a), jax.nn.sigmoid(b.astype(jnp.float32))
-        v = v.reshape(*lead, dims.values, dims.value_dim)
+        v = v.reshape(*lead, dims.value_heads, dims.value_dim)
         return DeltaInputs(q * dims.key_dim**-0.5, k, v, g, beta, tokens.segment)
 
     def log_decays(self, a: Float[Array, "B T N"]) -> Array:
@@ -227,12 +227,12 @@ class GatedDeltaNet(nnx.Module):
     def _empty_state(self, batch: int, dtype: Any) -> tuple[Array, Array]:
         dims = self.dims
         window = jnp.zeros((batch, self.conv.taps - 1, dims.channels), dtype)
-        return jnp.zeros((batch, dims.values, dims.key_dim, dims.value_dim), jnp.float32), window
+        return jnp.zeros((batch, dims.value_heads, dims.key_dim, dims.value_dim), jnp.float32), window
 
     def score_ops(self, num_keys: float) -> list[tuple[int, float]]:
         """Return [(multiplications per token, 1)], independent of the number of earlier tokens, ``num_keys``."""
         dims = self.dims
-        return [((2 + self.has_correction) * dims.values * dims.key_dim * dims.value_dim, 1.0)]
+        return [((2 + self.has_correction) * dims.value_heads * dims.key_dim * dims.value_dim, 1.0)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> RecurrentState:
         """Create ``1 + lookahead`` states. The capacity has no effect."""
@@ -277,7 +277,7 @@ def context_parallel_delta_rule(
         _, transition = chunk_rule(inputs._replace(v=jnp.concatenate([inputs.v, zeros], axis=3)), init_state)
 
         def apply(state: Array, transition: Array) -> tuple[Array, Array]:
-            state = einsum_f32("bnhi,bniw->bnhw", transition[..., width:], state) + transition[..., :width]
+            state = einsum_highest("bnhi,bniw->bnhw", transition[..., width:], state) + transition[..., :width]
             return state, state
 
         final_state, states = jax.lax.scan(apply, state, all_gather_context(transition[None], 0))

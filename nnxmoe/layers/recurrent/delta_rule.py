@@ -48,7 +48,7 @@ Recurrence = Callable[[DeltaInputs, Array, ChunkedRule], tuple[Array, Array]]
 """Function ``(inputs, state, chunked_rule) -> outputs, final state``; see ``Strategy.recurrence``."""
 
 
-def einsum_f32(spec: str, *operands: Array) -> Array:
+def einsum_highest(spec: str, *operands: Array) -> Array:
     """Compute an einsum with float32 precision on every platform."""
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
 
@@ -134,18 +134,18 @@ def chunk_delta_rule(
     state_decay = from_start[..., -1]
     values, correction = beta[..., None] * v, None
     if has_correction:
-        system = beta[..., None] * einsum_f32("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
+        system = beta[..., None] * einsum_highest("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
         inverse = unit_lower_inverse(jnp.tril(system, -1))
-        values = einsum_f32("nbkgcd,nbkgdw->nbkgcw", inverse, values)
-        correction = einsum_f32("nbkgcd,nbkdh->nbkgch", inverse * (beta * from_start)[..., None, :], k)
-    scores = einsum_f32("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
+        values = einsum_highest("nbkgcd,nbkgdw->nbkgcw", inverse, values)
+        correction = einsum_highest("nbkgcd,nbkdh->nbkgch", inverse * (beta * from_start)[..., None, :], k)
+    scores = einsum_highest("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
 
     def step(state: Array, chunk: Any) -> tuple[Array, Array]:
         q, k, values, correction, scores, from_start, to_end, state_decay = chunk
-        new_values = values if correction is None else values - einsum_f32("bkgch,bkghw->bkgcw", correction, state)
-        outputs = from_start[..., None] * einsum_f32("bkch,bkghw->bkgcw", q, state)
-        outputs = outputs + einsum_f32("bkgcd,bkgdw->bkgcw", scores, new_values)
-        update = einsum_f32("bkch,bkgcw->bkghw", k, to_end[..., None] * new_values)
+        new_values = values if correction is None else values - einsum_highest("bkgch,bkghw->bkgcw", correction, state)
+        outputs = from_start[..., None] * einsum_highest("bkch,bkghw->bkgcw", q, state)
+        outputs = outputs + einsum_highest("bkgcd,bkgdw->bkgcw", scores, new_values)
+        update = einsum_highest("bkch,bkgcw->bkghw", k, to_end[..., None] * new_values)
         return state_decay[..., None, None] * state + update, outputs
 
     chunks = q, k, values, correction, scores, from_start, to_end, state_decay
@@ -174,7 +174,9 @@ def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
         is_corner = (row // block == column // block + 1) & (row // block % 2 == 1)
         corner = jnp.where(is_corner, lower, 0)
         if block > 1:
-            corner = einsum_f32("...ab,...bc->...ac", einsum_f32("...ab,...bc->...ac", inverse, corner), inverse)
+            corner = einsum_highest(
+                "...ab,...bc->...ac", einsum_highest("...ab,...bc->...ac", inverse, corner), inverse
+            )
         inverse, block = inverse - corner, 2 * block
     return inverse
 
@@ -204,14 +206,14 @@ def chunk_channelwise_delta_rule(
         from_start = from_start * (segment == previous_segment)[..., None]
         to_end = to_end * (segment == segment[..., -1:])[..., None]
     weights = unit_lower_inverse(jnp.tril(beta[..., None] * system, -1)) * beta[..., None, :]
-    values = einsum_f32("nbkcd,nbkdw->nbkcw", weights, v)
-    correction = einsum_f32("nbkcd,nbkdh->nbkch", weights, k * from_start)
+    values = einsum_highest("nbkcd,nbkdw->nbkcw", weights, v)
+    correction = einsum_highest("nbkcd,nbkdh->nbkch", weights, k * from_start)
 
     def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, values, correction, scores, decay = chunk
-        new_values = values - einsum_f32("bkch,bkhw->bkcw", correction, state)
-        outputs = einsum_f32("bkch,bkhw->bkcw", q, state) + einsum_f32("bkcd,bkdw->bkcw", scores, new_values)
-        return decay[..., None] * state + einsum_f32("bkch,bkcw->bkhw", k, new_values), outputs
+        new_values = values - einsum_highest("bkch,bkhw->bkcw", correction, state)
+        outputs = einsum_highest("bkch,bkhw->bkcw", q, state) + einsum_highest("bkcd,bkdw->bkcw", scores, new_values)
+        return decay[..., None] * state + einsum_highest("bkch,bkcw->bkhw", k, new_values), outputs
 
     chunks = q * from_start, k * to_end, values, correction, scores, from_start[..., -1, :]
     state, outputs = jax.lax.scan(step, state, chunks)
@@ -241,7 +243,7 @@ def _decayed_products(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], cums
         early_sum, late_sum = halves(cumsum)
         pivot = late_sum[..., :1, :]
         rows, columns = halves(x)[1] * jnp.exp(late_sum - pivot), halves(k)[0] * jnp.exp(pivot - early_sum)
-        corner = einsum_f32("...ch,...dh->...cd", rows, columns)
+        corner = einsum_highest("...ch,...dh->...cd", rows, columns)
         early_products, late_products = halves(products)
         upper = jnp.concatenate([early_products, jnp.zeros_like(corner)], axis=-1)
         products = jnp.concatenate([upper, jnp.concatenate([corner, late_products], axis=-1)], axis=-2)

@@ -22,7 +22,7 @@ class LowRank(nnx.Module):
 
     def __init__(self, dims: DeltaDims, rank: int, **kw: Unpack[ParamOptions]):
         self.a = Linear((dims.dim,), (rank,), ("embed", "latent"), **kw)
-        self.b = Linear((rank,), (dims.keys, dims.key_dim), ("q_rank", "heads", "head"), **kw)
+        self.b = Linear((rank,), (dims.key_heads, dims.key_dim), ("q_rank", "heads", "head"), **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return self.b(self.a(x))
@@ -39,11 +39,11 @@ class KimiProjection(nnx.Module):
 
     def __init__(self, dims: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
         def full_rank() -> Linear:
-            return Linear((dims.dim,), (dims.keys, dims.key_dim), ("embed", "heads", "head"), **kw)
+            return Linear((dims.dim,), (dims.key_heads, dims.key_dim), ("embed", "heads", "head"), **kw)
 
         self.q, self.k, self.v = (full_rank() for _ in "qkv")
         self.f, self.g = (full_rank() if rank is None else LowRank(dims, rank, **kw) for _ in "fg")
-        self.b = Linear((dims.dim,), (dims.keys,), ("embed", "heads"), **kw)
+        self.b = Linear((dims.dim,), (dims.key_heads,), ("embed", "heads"), **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
         qkv = jnp.concatenate([project(x).reshape(*x.shape[:2], -1) for project in (self.q, self.k, self.v)], axis=-1)
@@ -98,13 +98,13 @@ class KimiDelta(GatedDeltaNet):
     ):
         self.dims, self.project, self.decays = dims, project, decays
         self.mesh, self.recurrence = mesh, recurrence
-        width = dims.keys * dims.key_dim
+        width = dims.key_heads * dims.key_dim
         self.conv = SeparateConvs(width, taps, **kw)
-        axes = ["heads" if size == dims.keys and size > 1 else None for size in rate_shape]
+        axes = ["heads" if size == dims.key_heads and size > 1 else None for size in rate_shape]
         self.a_log = parameter(rate_shape, axes, init_log_rates, **kw)
         self.dt_bias = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
         self.norm = GatedNorm(dims.value_dim, eps, activation=jax.nn.sigmoid, **kw)
-        self.out = Linear((dims.values, dims.value_dim), (dims.dim,), ("heads", "head", "embed"), **kw)
+        self.out = Linear((dims.value_heads, dims.value_dim), (dims.dim,), ("heads", "head", "embed"), **kw)
 
     def log_decays(self, a: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         rates, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))

@@ -28,7 +28,7 @@ class GroupedGatedNorm(nnx.Module):
 
     def __init__(self, dims: DeltaDims, groups: int, eps: float, **kw: Unpack[ParamOptions]):
         self.groups, self.eps = groups, eps
-        width = dims.values * dims.value_dim
+        width = dims.value_heads * dims.value_dim
         self.scale = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "B T N W"], gate: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
@@ -70,28 +70,30 @@ class Mamba2(GatedDeltaNet):
         **kw: Unpack[ParamOptions],
     ):
         self.dims, self.min_step, self.mesh, self.recurrence = dims, min_step, mesh, None
-        width = dims.values * dims.value_dim + dims.channels + dims.values
+        width = dims.value_heads * dims.value_dim + dims.channels + dims.value_heads
         self.project = Linear((dims.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
         self.conv = ShortConv(dims.channels, taps, bias=conv_bias, **kw)
-        self.a_log = parameter((dims.values,), ("heads",), init_log_rates, **kw)
-        self.dt_bias, self.d = (parameter((dims.values,), ("heads",), nnx.initializers.ones, **kw) for _ in range(2))
-        self.norm = GroupedGatedNorm(dims, dims.keys, eps, **kw)
+        self.a_log = parameter((dims.value_heads,), ("heads",), init_log_rates, **kw)
+        self.dt_bias, self.d = (
+            parameter((dims.value_heads,), ("heads",), nnx.initializers.ones, **kw) for _ in range(2)
+        )
+        self.norm = GroupedGatedNorm(dims, dims.key_heads, eps, **kw)
         axes = ("heads", "head", "embed")
-        self.out = Linear((dims.values, dims.value_dim), (dims.dim,), axes, bias=bias, **kw)
+        self.out = Linear((dims.value_heads, dims.value_dim), (dims.dim,), axes, bias=bias, **kw)
 
     def _project_tokens(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
         """Split the outputs of the fused kernel: gates, convolution inputs and step sizes."""
         dims = self.dims
-        gate_width = dims.values * dims.value_dim
+        gate_width = dims.value_heads * dims.value_dim
         z, conv_inputs, steps = jnp.split(self.project(x), (gate_width, gate_width + dims.channels), axis=-1)
-        return conv_inputs, z.reshape(*x.shape[:2], dims.values, dims.value_dim), steps, steps
+        return conv_inputs, z.reshape(*x.shape[:2], dims.value_heads, dims.value_dim), steps, steps
 
     def _delta_inputs(self, tokens: OrderedTokens, qkv: Array, b: Array, a: Array) -> DeltaInputs:
         dims, lead, qkv = self.dims, qkv.shape[:2], qkv.astype(jnp.float32)
-        width = dims.values * dims.value_dim
-        x, b, c = jnp.split(qkv, (width, width + dims.keys * dims.key_dim), axis=-1)
-        b, c = (projection.reshape(*lead, dims.keys, dims.key_dim) for projection in (b, c))
-        x = x.reshape(*lead, dims.values, dims.value_dim)
+        width = dims.value_heads * dims.value_dim
+        x, b, c = jnp.split(qkv, (width, width + dims.key_heads * dims.key_dim), axis=-1)
+        b, c = (projection.reshape(*lead, dims.key_heads, dims.key_dim) for projection in (b, c))
+        x = x.reshape(*lead, dims.value_heads, dims.value_dim)
         return DeltaInputs(c, b, x, self.log_decays(a), self.step_sizes(a), tokens.segment)
 
     def step_sizes(self, a: Float[Array, "B T N"]) -> Array:

@@ -63,10 +63,10 @@ class OrderedTokens:
         """Undo `sort`. Values of padding tokens are copies of the values of real tokens."""
         return x if self.inverse is None else gather_tokens(x, self.inverse)
 
-    def row_index(self, places: Int[Array, "B n"]) -> Int[Array, "B n"]:
+    def token_indices(self, sorted_indices: Int[Array, "B n"]) -> Int[Array, "B n"]:
         """Convert sorted indices to token indices in the row, or to -1 for padding and negative indices."""
-        is_real = (places >= 0) & (places < self.count[:, None])
-        return jnp.where(is_real, self.length_before[:, None] + places, -1)
+        is_real = (sorted_indices >= 0) & (sorted_indices < self.count[:, None])
+        return jnp.where(is_real, self.length_before[:, None] + sorted_indices, -1)
 
 
 def _starts_segment(segment: Int[Array, "B T"], past: CacheMetadata | None) -> Bool[Array, "B T"]:
@@ -99,7 +99,7 @@ def scan_tokens(
     starts_segment = jnp.zeros(shape, bool) if context.segment is None else _starts_segment(context.segment, past)
     state, index = zero, jnp.zeros(shape, jnp.int32)
     if cache is not None and past is not None:
-        state, index = cache.before(past), past.index
+        state, index = cache.state_before(past), past.index
 
     def where(condition: Bool[Array, "B"], new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)

@@ -16,7 +16,7 @@ from nnxmoe.sharding import shard_map
 MAX_KEY_DIM = 256
 
 
-def delta_attention() -> Any:
+def import_delta_attention() -> Any:
     """Import ``tokamax.ops.kimi_delta_attention``. Raise ValueError if tokamax is too old or not installed."""
     try:
         attention = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None)
@@ -47,7 +47,7 @@ class TokamaxDeltaRule(ShardMapKernel):
     implementation: str = "mosaic"
 
     def __post_init__(self) -> None:
-        delta_attention()
+        import_delta_attention()
 
     def __call__(
         self, inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk_rule: ChunkedRule
@@ -75,5 +75,5 @@ class TokamaxDeltaRule(ShardMapKernel):
 
     def _kernel(self, q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
         options = {"scale": 1.0, "output_final_state": True, "implementation": self.implementation}
-        outputs, state = delta_attention()(q, k, v, g, beta, initial_state=state[:, None], **options)
+        outputs, state = import_delta_attention()(q, k, v, g, beta, initial_state=state[:, None], **options)
         return outputs, state[:, 0]
