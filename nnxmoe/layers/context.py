@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -226,23 +226,17 @@ class FeedForwardOutput(NamedTuple):
 class FeedForward(Protocol):
     """Protocol for feed-forward modules, the second half of a layer, such as `MLP` and `MoE`.
 
-    Returns ``y``, or a `FeedForwardOutput`. If a module does not define ``token_independent``, the input is neither
-    padded nor split.
+    Returns ``y``, or a `FeedForwardOutput`. Two members are optional:
 
-    Attributes:
-        name: Attribute name in the layer and in parameter keys, ``mlp`` or ``moe``. Defaults to the name of the module
-            that this module replaces, or to ``mlp``.
+    - ``name: ClassVar[str]``, the attribute name in the layer and in parameter keys, ``mlp`` or ``moe``. Defaults to
+      the name of the module that this module replaces, or to ``mlp``.
+    - ``token_independent(key) -> bool``, whether a token's output is independent of all other tokens. ``key`` is
+      `Context.key`. Without this method, the input is neither padded nor split.
     """
-
-    name: ClassVar[str]
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context | None = None
     ) -> Float[Array, "B T D"] | FeedForwardOutput: ...
-
-    def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return whether a token's output is independent of all other tokens. ``key`` is `Context.key`."""
-        ...
 
 
 def token_independent(module: Any, key: Key[Array, ""] | None) -> bool:

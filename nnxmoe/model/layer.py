@@ -99,17 +99,17 @@ class Layer(nnx.Module):
         return "moe" if "moe" in vars(self) else "mlp"
 
     @property
-    def feed_forward(self) -> FeedForward:
+    def feed_forward(self) -> "FeedForward | EmptyPart":
         """The feed-forward: ``moe`` in a layer with experts, ``mlp`` in a dense layer."""
         return getattr(self, self.feed_forward_name)
 
     @property
-    def feed_forward_norm(self) -> RMSNorm:
+    def feed_forward_norm(self) -> Callable[[Array], Array]:
         """Norm of the feed-forward's input: ``moe_norm`` or ``mlp_norm``."""
         return getattr(self, f"{self.feed_forward_name}_norm")
 
     @property
-    def feed_forward_post_norm(self) -> RMSNorm | None:
+    def feed_forward_post_norm(self) -> Callable[[Array], Array] | None:
         """Norm of the feed-forward's output, ``moe_post_norm`` or ``mlp_post_norm``. None without such a norm."""
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
@@ -157,14 +157,16 @@ class Layer(nnx.Module):
 
     def call_feed_forward(self, x: Float[Array, "B T_out D"], context: Context) -> FeedForwardOutput:
         """Call the feed-forward without its norms. Raises ValueError if it returns a tuple of a different type."""
-        out = self.feed_forward(x, context=context.for_output_tokens())
+        part = self.feed_forward
+        assert not isinstance(part, EmptyPart)
+        out = part(x, context=context.for_output_tokens())
         if isinstance(out, tuple) and not isinstance(out, FeedForwardOutput):
-            raise ValueError(
-                f"the feed-forward {type(self.feed_forward).__name__} must return y or FeedForwardOutput(y, info)"
-            )
+            raise ValueError(f"the feed-forward {type(part).__name__} must return y or FeedForwardOutput(y, info)")
         return out if isinstance(out, FeedForwardOutput) else FeedForwardOutput(out, None)
 
-    def _normalize_and_scale(self, y: Float[Array, "B T_out D"], norm: RMSNorm | None) -> Float[Array, "B T_out D"]:
+    def _normalize_and_scale(
+        self, y: Float[Array, "B T_out D"], norm: Callable[[Array], Array] | None
+    ) -> Float[Array, "B T_out D"]:
         y = y if norm is None else norm(y)
         return y if self.scale == 1 else y * self.scale
 
