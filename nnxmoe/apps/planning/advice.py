@@ -1,4 +1,4 @@
-"""Suggest changes that save memory for a step that does not fit."""
+"""Suggest memory-saving changes for a step that does not fit on its devices."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +19,22 @@ class _Change(NamedTuple):
 
 
 def changes(step_plan: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
-    """Return one line per change that saves memory, with the memory and time after the change.
+    """Return one line per memory-saving change, with the memory and time of the changed step.
 
-    Changes after which the step fits come first.
+    Changes that make the step fit come first.
 
     Args:
-        step_plan: The `Plan` that does not fit.
-        plan: Function that plans a name, config, hardware, mesh and work by arithmetic.
+        step_plan: A `Plan` that does not fit on its devices.
+        plan: Function that returns the estimated plan for a name, config, hardware, mesh and work.
     """
-    lines, scale = [], step_plan.memory / step_plan.bytes.total  # compiled / estimated memory, 1 if not compiled
+    lines, scale = (
+        [],
+        step_plan.memory / step_plan.bytes.total,
+    )  # compiled / estimated memory, 1 by arithmetic
     for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, step_plan.work):
         try:
             result = plan(step_plan.model, step_plan.config, device, abstract_mesh(mesh), work)
-        except ValueError:  # the mesh or the batch is not divisible
+        except ValueError:  # the changed mesh cannot shard the model or the batch
             continue
         memory = result.memory * scale
         if memory < 0.98 * step_plan.memory or device.memory > step_plan.hardware.memory:

@@ -13,8 +13,8 @@ from nnxmoe.sharding_rules import shard_count
 def adapters(step: PlannedStep) -> int:
     """Count the elements of the LoRA adapters on one device.
 
-    All projections of layers except routers have adapters. The gate and up projections of experts share
-    the adapter matrix of their input.
+    Every projection in a layer has an adapter, except the router. The gate and up projections of an expert
+    share one LoRA A matrix.
     """
     config, work, total = step.config, step.work, 0
     if work.split_rank and not config.experts:
@@ -35,7 +35,7 @@ def adapters(step: PlannedStep) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Bytes on one device.
+    """Bytes that a step uses on one device.
 
     ``parameters``, ``moments``, ``cache`` and ``inputs`` are exact. ``gradients`` have the size of the
     trained parameters. ``activations`` are an estimate.
@@ -50,7 +50,7 @@ class Bytes:
 
     @property
     def arguments(self) -> int:
-        """Bytes of the arguments of a compiled step."""
+        """Bytes of the compiled step's arguments."""
         return self.parameters + self.moments + self.cache + self.inputs
 
     @property
@@ -65,7 +65,7 @@ def bytes_of(step: PlannedStep) -> Bytes:
     num_trained = sum(step.held(param) for param in step.parts if param.trained)
     frozen_bytes = sum(step.held(param) * param.itemsize for param in step.parts if not param.trained)
     stored_bytes = int(sum(step.held(param) * param.stored for param in step.parts if param.trained))
-    if not work.train:  # estimate: float32 logits, and the scores of one layer
+    if not work.train:  # estimate: float32 logits and one layer's attention scores
         scores = rows * (step.config.vocab_size + step.config.num_attention_heads * work.seq) * 4
         return Bytes(stored_bytes + frozen_bytes, 0, 0, _cache_bytes(step), rows * 4, scores)
     state = (adapters(step) if work.lora else num_trained) * STATE
@@ -78,13 +78,13 @@ def bytes_of(step: PlannedStep) -> Bytes:
 def bytes_read(step: PlannedStep) -> float:
     """Compute the bytes that one device reads to decode one token per row.
 
-    The device reads the cache and the weights. Gathered weights count in full. For experts, the count is
-    the expected number of experts that uniform routing selects for the rows of the device.
+    The device reads the cache and the weights. All-gathered weights count with their full size. Weights of
+    experts are scaled by the expected fraction of experts that uniform routing selects for the device's rows.
     """
     config, total = step.config, float(_cache_bytes(step))
     for param in step.parts:
         if param.is_table and param.role != "head":
-            continue  # only one row per token is read
+            continue  # a lookup reads only one row of the table per token
         rows = step.rows * (step.mesh.shape["expert"] if "expert" in param.axes else 1)
         read_fraction = 1 - (1 - config.experts_per_token / param.experts) ** rows if param.experts else 1.0
         numbers = step.gathered(param) * max(1, param.layers)
@@ -100,18 +100,18 @@ def _cache_bytes(step: PlannedStep) -> int:
 
 
 # These constants are fitted to the temporary memory of compiled training steps. For other models, the estimate may be
-# off by 20 %. Estimates, with XLA's memory in parentheses:
-# With an expert exchange, on H100, with gradients: Mixtral-8x22B on 64 devices 35 GB (30 GB), DeepSeek-V3 with a buffer
-# factor of 1.25 on 256 devices 49 GB (49 GB).
-# Without an exchange, on v6e with offload: Llama-3.1-8B on 8 devices 16 GB (19 GB), 70B on 256 devices 35 GB (32 GB),
-# Mixtral-8x7B on 256 devices 24 GB (23 GB).
-_KERNEL_BYTES_EXCHANGE = 16  # per element of one layer's gathered kernels, including gradients
+# off by 20 %. Estimated memory, with XLA's figure in parentheses:
+# - H100, expert exchange, including gradients: 35 GB (30 GB) for Mixtral-8x22B on 64 devices, 49 GB (49 GB) for
+#   DeepSeek-V3 with a buffer factor of 1.25 on 256 devices.
+# - v6e, offload, no exchange: 16 GB (19 GB) for Llama-3.1-8B on 8 devices, 35 GB (32 GB) for Llama-3.1-70B on 256
+#   devices, 24 GB (23 GB) for Mixtral-8x7B on 256 devices.
+_KERNEL_BYTES_EXCHANGE = 16  # bytes per element of one layer's gathered kernels, including their gradients
 _KERNEL_BYTES = 6
-_KERNEL_BYTES_FROZEN = 4  # with adapters, kernels have no gradients
-_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # live arrays per input or output of a linear map, and of an expert
+_KERNEL_BYTES_FROZEN = 4  # LoRA: kernels have no gradients
+_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # live arrays per input or output feature; the second is for experts
 _LIVE, _LIVE_ROUTED = 3, 1.2
 _SLOTS = 4  # additional microbatch buffers of a pipeline stage, for receiving, computing and sending
-_LOGITS = 3 * 4  # bytes per logit, for three float32 arrays of a chunk
+_LOGITS = 3 * 4  # bytes per logit: the loss holds three float32 arrays per chunk of logits
 
 
 def _temporary(step: PlannedStep) -> int:
@@ -119,8 +119,8 @@ def _temporary(step: PlannedStep) -> int:
 
     The estimate includes the inputs of all layers, the gathered kernels and activations of one layer with
     their gradients, the head, and one chunk of logits. Without an expert exchange, the head, the attention
-    and the feed-forward of a layer are live at different times, so only the largest of them counts. In this
-    case, copies of the parameters in the dtype of activations are added.
+    and the feed-forward of a layer are never live at the same time, so only the largest of the three counts.
+    The estimate then also includes a copy of the parameters in the activations' dtype.
     """
     from nnxmoe.train.loop.loss import ChunkedLoss  # imported lazily because training imports Orbax
 
@@ -130,7 +130,7 @@ def _temporary(step: PlannedStep) -> int:
     has_exchange = mesh.shape["expert"] > 1
     num_staged_layers = max((param.layers for param in step.parts if param.staged), default=0)
     runs, slots = [_LayerRun.of(step, False, tokens, config.num_hidden_layers - num_staged_layers)], 0
-    if work.pipeline is not None:  # every turn stores the inputs of the layers of a stage
+    if work.pipeline is not None:  # every turn of the pipeline stores the layer inputs of a stage
         stages = stages_of(mesh)
         microbatches_per_stage = work.pipeline.microbatches // stages
         turns = work.pipeline.turns(stages)
@@ -150,7 +150,7 @@ def _temporary(step: PlannedStep) -> int:
     head = config.vocab_size * config.hidden_size // tensor * (VALUES + (0 if work.lora else STATE))
     logits = min(ChunkedLoss().logits, tokens * config.vocab_size // tensor) * _LOGITS
     trained_params = [param for param in step.parts if param.trained]
-    # The accumulated gradients exist in addition to the gradients of the current part or turn.
+    # The accumulated gradients exist in addition to the gradients of the current microbatch.
     accumulated_params = [param for param in trained_params if not work.lora and (work.accumulate > 1 or param.staged)]
     slots += sum(map(step.held, accumulated_params)) * STATE
     if has_exchange:
@@ -159,13 +159,12 @@ def _temporary(step: PlannedStep) -> int:
 
 
 class _LayerRun(NamedTuple):
-    """Layers with the same number of tokens per computation.
+    """Layers that process the same number of tokens per call.
 
     Attributes:
-        kernels: Kernels of one layer of the stack with the most parameters, such as DeepSeek's layers with
-            experts.
-        tokens: Tokens per layer computation.
-        times: Number of layer computations per step.
+        kernels: Kernels of one layer of the largest stack, such as DeepSeek's MoE layers.
+        tokens: Tokens per call of a layer.
+        times: Number of layer calls per step.
     """
 
     kernels: list[ParamSize]
@@ -191,7 +190,7 @@ def _activation_bytes(step: PlannedStep, run: _LayerRun) -> float:
     experts_per_token, size = step.config.experts_per_token, step.mesh.shape["expert"]
     experts, tokens = max((param.experts for param in run.kernels), default=0), run.tokens
     rows = tokens * experts_per_token
-    if size > 1 and experts:  # rows of the receive buffer for the experts of a device
+    if size > 1 and experts:  # rows of the buffer that receives tokens for a device's experts
         chunk = -(-tokens // step.chunks)
         rows = buffer_size(step.work.buffer_factor, chunk, experts_per_token, size, experts // size)
     if size > 1:

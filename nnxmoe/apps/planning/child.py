@@ -89,14 +89,14 @@ def _gpu_target(name: str) -> str:
 
 
 def traced(job: CompileJob, mesh: Mesh) -> Any:
-    """Trace the step with abstract arguments that have shardings."""
+    """Trace the step with abstract, sharded arguments."""
     run, arguments = step(job, mesh)
     with jax.default_device(mesh.devices.flat[0]):  # kernels check the capabilities of the default device
         return run.trace(*arguments)
 
 
 def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Return the jitted step and its abstract arguments with shardings."""
+    """Return the jitted step and its abstract, sharded arguments."""
     strategy = dataclasses.replace(job.strategy, mesh=mesh)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))

@@ -28,7 +28,7 @@ LIMIT_S = 1800
 
 @dataclasses.dataclass(frozen=True)
 class CompileJob:
-    """A step to compile. The child process builds the mesh of the strategy from ``mesh`` and ``device``."""
+    """Step to compile. The child process builds the strategy's mesh from ``mesh`` and ``device``."""
 
     config: DecoderConfig
     strategy: Strategy
@@ -44,7 +44,7 @@ class Program:
 
     Attributes:
         arguments, temporary, outputs, aliased: Bytes on one device.
-        operations: Operations of the traced step on all devices.
+        operations: Floating-point operations of the traced step, on all devices.
         seconds: Compilation time.
         warnings: Number of involuntary rematerializations reported by XLA.
     """
@@ -78,7 +78,7 @@ def compile_program(job: CompileJob) -> Program:
     does not fit on a TPU.
     """
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # for the user's modules that define families
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the child can import user-defined families
     env.pop("JAX_NUM_CPU_DEVICES", None)  # would override the number of virtual devices
     with tempfile.TemporaryDirectory() as folder:
         job_file, program_file = Path(folder, "job"), Path(folder, "program")

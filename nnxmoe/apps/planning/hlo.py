@@ -1,4 +1,4 @@
-"""Parse the collectives of a compiled program from its HLO: kind, bytes, mesh axes and number of runs."""
+"""Parse the collectives in a compiled program's HLO: type, bytes, mesh axes and number of executions."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class Collective:
     Attributes:
         axes: Mesh axes of the collective.
         bytes: Bytes of the operand or the result on one device, whichever is larger.
-        times: Number of runs.
+        times: Number of executions.
         counted: Whether the trip counts of all enclosing loops are known. A loop with an unknown trip count
             counts once.
     """
@@ -36,14 +36,15 @@ class Collective:
 
     @property
     def total(self) -> int:
-        """Bytes of all runs."""
+        """Bytes of all executions."""
         return self.bytes * self.times
 
 
 def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -> list[Collective]:
-    """Find the collectives that the entry of an optimized HLO module reaches, and count their runs.
+    """Find the collectives reachable from the entry of an optimized HLO module, and count their executions.
 
-    Collectives between TPU slices, along the mesh axis ``across``, appear as sends that name the collective.
+    Collectives between TPU slices, along the mesh axis ``across``, are send instructions named after the
+    collective.
     """
     bodies, entry = _computations(text)
     counts: Counter[tuple[str, tuple[str, ...], int, bool]] = Counter()
@@ -71,7 +72,7 @@ def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Return a mapping from the name of each computation to its lines, and the name of the entry."""
+    """Map the name of each computation to its lines. Also returns the name of the entry computation."""
     bodies, entry, current = dict[str, list[str]](), "", ""
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -85,7 +86,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _called(line: str) -> Iterator[str]:
     if re.search(rf" (?:{KINDS})(?:-start)?\(", line):
-        return  # the called computation is the reduction of the collective
+        return  # the called computation is the collective's reduction function
     yield from _CALLED.findall(line)
     if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
         yield from (name.strip().lstrip("%") for name in branches[1].split(","))
@@ -102,7 +103,7 @@ def _trips(line: str, bodies: Mapping[str, list[str]]) -> int | None:
 
 
 def _bytes(result: str, kind: str, is_start: bool) -> int:
-    """Compute the bytes of a result.
+    """Compute the bytes of a collective's result.
 
     An asynchronous start returns a tuple of operands, results and context. The operands and results are
     tuples if XLA combined several collectives. The start of an all-reduce returns only results.

@@ -12,7 +12,7 @@ from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.model.stack import UnrolledStack
 
-FORWARDS = 4  # cost of a training step with `Remat()`, in forward passes: forward, recomputed forward, 2 for backward
+FORWARDS = 4  # cost of a training step with `Remat()` in forward passes (forward 1, recomputation 1, backward 2)
 
 
 def operations(step: PlannedStep) -> float:
@@ -38,9 +38,9 @@ def operations(step: PlannedStep) -> float:
 
 
 def _scores(step: PlannedStep) -> Iterator[tuple[int, float]]:
-    """Yield pairs (multiplications per query and key, keys per query) for every attention layer and indexer.
+    """Yield (multiplications per query-key pair, keys per query) for every attention layer and indexer.
 
-    Attention multiplies for scores and values. An indexer multiplies for scores only.
+    Attention multiplies queries by keys and probabilities by values. An indexer computes scores only.
     """
     seq, train = step.work.seq, step.work.train
     causal_keys = seq / 2 if train else seq
@@ -101,7 +101,7 @@ def counted(jaxpr: Any, devices: int = 1) -> float:
 
 
 def _sharded(equation: Any) -> int:
-    """Return the number of devices or stages that each run the inner program of a `shard_map`, else 1."""
+    """Return how many devices run the body of a `shard_map`, or 1 for other operations."""
     if equation.primitive.name != "shard_map":
         return 1
     return math.prod(equation.params["mesh"].shape[axis] for axis in equation.params["newly_manual_axes"])

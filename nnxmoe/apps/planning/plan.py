@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """Fraction of the peak FLOP/s that whole steps reach, or in decoding of the memory bandwidth."""
+        """Fraction of peak FLOP/s that whole training steps reach, or of peak bandwidth in decoding."""
         if (efficiency := self.hardware.efficiency) is not None:
             return Efficiency(efficiency, efficiency, efficiency, "as given")
         return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train, self.work.compute)
@@ -130,7 +130,7 @@ class Plan:
         """Minimum and maximum seconds per step.
 
         The minimum assumes the highest efficiency of published runs. The maximum assumes the lowest
-        efficiency, and no overlap of the network with the rest.
+        efficiency, and no overlap of communication with computation.
         """
         efficiency, network = self.efficiency, self.times["network"]
         # The efficiency scales compute in training, and compute and memory in decoding.
@@ -198,11 +198,11 @@ def plan(
     work.check()
     work = work if strategy is None else work.of(strategy)
     step_plan = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
-    if advise and strategy is None:  # `search` tries the same options on meshes where some have no effect
+    if advise and strategy is None:  # `search` passes options that have no effect on some meshes
         refuse_without_effect(step_plan, work)
     if compile_for is not None:
         if unsupported_fields := [name for name in PLANNED_ONLY if getattr(work, name) != getattr(Work, name)]:
-            raise ValueError(f"{unsupported_fields[0]} is planned by arithmetic only: omit it, or do not compile")
+            raise ValueError(f"{unsupported_fields[0]} is not supported with compile_for: omit one of the two")
         step_plan = _compiled(step_plan, strategy, compile_for)
     if advise and not step_plan.fits:
         step_plan = dataclasses.replace(step_plan, advice=advice.changes(step_plan, _by_arithmetic))
@@ -230,7 +230,7 @@ def _by_arithmetic(name: str, config: DecoderConfig, device: Hardware, mesh: Any
 
 
 def refuse_without_effect(step_plan: Plan, work: Work) -> None:
-    """Raise ValueError for options of the expert exchange or the pipeline if the mesh has none."""
+    """Raise ValueError for options that need an expert exchange or a pipeline if the step has none."""
     has_exchange = step_plan.config.experts and step_plan.mesh["expert"] > 1
     exchange_options = {
         "buffer_factor": work.buffer_factor,
@@ -240,11 +240,11 @@ def refuse_without_effect(step_plan: Plan, work: Work) -> None:
     for name, value in exchange_options.items():
         if not has_exchange and value is not None:
             raise ValueError(
-                f"{name}={value}: no tokens are sent to experts: omit it, or use a model with experts "
-                "and a mesh axis expert"
+                f"{name}={value} has no effect because no tokens are sent to experts. Omit it, or use a model "
+                "with experts and a mesh axis expert"
             )
     if work.interleaved > 1 and work.microbatches is None:
-        raise ValueError(f"interleaved={work.interleaved}: there are no pipeline stages: set microbatches too")
+        raise ValueError(f"interleaved={work.interleaved} has no effect without a pipeline: set microbatches too")
 
 
 def _compiled(step_plan: Plan, strategy: Strategy | None, compile_for: str) -> Plan:

@@ -45,11 +45,11 @@ class ParamSize:
         over: Mesh axes that shard each dimension.
         trained: Whether the variable is an `nnx.Param`.
         kernel: Whether the variable is the kernel of a linear map.
-        role: Part of the model. A tied embedding has the role ``"head"``.
+        role: Part of the model that the variable belongs to. A tied embedding belongs to ``"head"``.
         experts: Number of experts (E), or 0 without an expert dimension.
         itemsize: Bytes per element of a variable that is not trained.
         layers: Number of stacked layers, or 0 outside the layer stacks.
-        staged: Whether a pipeline shards the layers over its stages.
+        staged: Whether the variable belongs to layers that are sharded over pipeline stages.
         stack: Index of the layer stack, or `None` outside the layer stacks.
         width: Input features plus output features of a kernel, or of one expert's kernel.
         stored: Bytes per element if the parameter is frozen.
@@ -82,7 +82,7 @@ class ParamSize:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """Config, mesh and work of a step, and the variables of its model."""
+    """Step to plan: config, mesh, options, and the variables of the model."""
 
     config: Any
     mesh: AnyMesh
@@ -155,7 +155,7 @@ class PlannedStep:
 
     @property
     def keys_per_token(self) -> int:
-        """Bytes of one token's keys and values, or MLA latents, in all layers in bfloat16.
+        """Bytes per token of the bfloat16 keys and values, or MLA latents, of all layers.
 
         The tensor axis shards keys, but not latents. Recurrent states are not counted, since their size
         does not depend on the number of tokens.

@@ -58,11 +58,11 @@ def table(plan: Any) -> str:
         line(f"time, {name}", f"{seconds:.3g} s{': the step waits for this' if name == plan.limiter else ''}", note)
     if plan.fits:
         rate = work.tokens / plan.seconds
-        line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} by each device", "estimated")
+        line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} per device", "estimated")
         low, high = plan.range
         peak = f"at {share.high:.0%} to {share.low:.0%} of the peak"
         line("range", f"{low:.3g} to {high:.3g} s per step, {peak}", share.why)
-        line("", "the network overlaps with the rest, in the worst case not at all", "an assumption")
+        line("", "the upper end assumes that communication overlaps nothing", "an assumption")
         line("nearest", str(nearest(plan.model, spec, plan.config.experts > 0, plan.devices, work.train)), "published")
     for text in plan.advice:
         line("change", text)
@@ -126,7 +126,7 @@ def _compiled(plan: Any, line: Any) -> None:
 
 
 def compared(plans: Sequence[Any]) -> str:
-    """Format one line per plan: mesh, rows, memory and, if the plan fits, time per step, speed and limiter."""
+    """Format one line per plan: mesh, rows, memory and, if the plan fits, time, speed and bottleneck."""
     lines = [f"{'mesh':36} {'rows':>6} {'memory':>10}  fits  {'step':>9}  {'tokens/s':>10}  waits for"]
     for plan in plans:
         axes = axes_text(plan) or "one device"

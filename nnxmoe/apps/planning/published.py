@@ -1,4 +1,4 @@
-"""Published runs and the share of the peak performance that whole steps reached."""
+"""Published runs, and the fraction of peak performance that their steps reached."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ class PublishedRun:
 
     Attributes:
         experts: Whether the model has experts.
-        efficiency: Share of the peak at which the operations that `plan` counts take the published time.
-            In decoding, share of the bandwidth at which the bytes that `plan` counts take this time.
-        choices: Further arguments of `plan`, fields of `Work`.
+        efficiency: Fraction of peak FLOP/s: the operations that `plan` counts, per published second. In
+            decoding, fraction of peak bandwidth: the bytes that `plan` counts, per published second.
+        choices: Further arguments of `plan` (fields of `Work`).
         gflops_per_token: Published operations per token in billions, if the publisher counts half of
             causal attention.
     """
@@ -64,10 +64,10 @@ def published() -> tuple[PublishedRun, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """Lowest, expected and highest share of the peak that whole steps reach. In decoding, share of the bandwidth.
+    """Lowest, expected and highest fraction of peak FLOP/s that steps reach, or of peak bandwidth in decoding.
 
     Attributes:
-        why: Source of the shares.
+        why: Source of the fractions, as printed in a plan.
     """
 
     low: float
@@ -95,7 +95,7 @@ class Efficiency:
         runs_text = f"models {'with' if experts else 'without'} experts" if train else "decoding"
         runs_text = f"training in {compute}" if train and any_model else runs_text
         runs_text = f"{len(shares)} published runs of {runs_text} on "
-        device_text = name if same_hardware else f"other devices: none on {name}"
+        device_text = name if same_hardware else f"other devices, since none ran on {name}"
         median = statistics.median(shares)
         # Widen the range, since a few runs do not show the full spread.
         return cls(min(*shares, 0.75 * median), median, min(0.95, max(*shares, 1.25 * median)), runs_text + device_text)

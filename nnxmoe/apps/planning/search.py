@@ -33,7 +33,7 @@ def search(
     Args:
         model: See `plan`.
         devices: Number of devices.
-        most: Maximum number of plans.
+        most: Maximum number of plans to return.
         microbatches: If set, include meshes with up to this many pipeline stages.
         options: Further arguments of `plan`.
 
@@ -98,12 +98,12 @@ def best_of(
 def _check_options(config: DecoderConfig, devices: int, microbatches: int | None, **options: Any) -> None:
     """Raise ValueError for options that are invalid or have no effect on any mesh.
 
-    Checks the options by planning them for one device.
+    Validates the options by planning a step on one device.
     """
     if options.get("compile_for") is not None:
         raise ValueError("search compares meshes by arithmetic: omit compile_for, then compile the best plan")
     if microbatches is not None and not options.get("train", True):
-        raise ValueError(f"microbatches={microbatches}: pipelines do not support decoding: omit it")
+        raise ValueError(f"microbatches={microbatches} is not supported in decoding: omit it")
     hardware_without_torus: Any = dataclasses.replace(hardware(options.get("on", "h100")), torus=())
     single_device_plan = plan(config, {}, advise=False, **options | {"on": hardware_without_torus})
     if options.get("strategy") is None:
@@ -124,7 +124,7 @@ def _best(plans: list[Plan]) -> list[Plan]:
 def _contexts(*, seq: int, train: bool = True, **_: Any) -> list[int]:
     """Return the sizes of the axis ``context`` to search.
 
-    These are 1 and, for training, larger sizes with at least 8192 tokens per shard of a row.
+    The sizes are 1 and, in training, powers of two up to 32 that leave at least 8192 tokens per device and row.
     """
     return [size for size in (1, 2, 4, 8, 16, 32) if size == 1 or (train and seq // size >= 8192)]
 

@@ -51,7 +51,7 @@ def refuse_unheld(device: Hardware, mesh: Mapping[str, int]) -> None:
             {math.prod(axes) for n in range(1, len(physical) + 1) for axes in itertools.combinations(physical, n)}
         )
         raise ValueError(
-            f"the mesh {dict(mesh)} does not fit the torus {device.name}: every mesh axis must be a product of whole "
+            f"the mesh {dict(mesh)} does not fit the torus {device.name}. Every mesh axis must be a product of whole "
             f"physical axes {'x'.join(map(str, physical))}: use the sizes {', '.join(map(str, sizes))}"
         )
 
@@ -106,7 +106,7 @@ def routes(device: Hardware, mesh: Mapping[str, int], across: str | None = None)
     order = order if across is None else [across, *order]
     near, stride = dict[str, int](), 1
     for axis in reversed(order):
-        # `across` has one device per GPU node, but a TPU slice may contain several of its devices.
+        # On GPUs, the axis `across` has one device per node. On TPUs, it may have several devices per slice.
         limit = 1 if axis == across and device.platform == GPU else max(1, device.node // stride)
         near[axis] = math.gcd(mesh[axis], limit) if limit < mesh[axis] else mesh[axis]
         stride *= mesh[axis]
@@ -168,11 +168,10 @@ def seconds(kind: str, size: float, axis_routes: Sequence[Route], copies: int = 
     inside a node and between nodes overlap.
 
     Args:
-        kind: Kind of collective, as in `Traffic`.
+        kind: Type of collective (see `Traffic`).
         size: Bytes that each device receives.
-        axis_routes: Routes of the mesh axes.
-        copies: Rows per token that go to different experts, if only one row per node crosses the network,
-            else 0.
+        axis_routes: Routes of the collective's mesh axes.
+        copies: Number of experts per token if a token is sent once per node, or 0 if it is sent once per expert.
     """
     near, far = math.prod(route.near for route in axis_routes), math.prod(route.far for route in axis_routes)
     network = min(route.network for route in axis_routes)

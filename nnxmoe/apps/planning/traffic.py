@@ -11,16 +11,15 @@ from nnxmoe.sharding_rules import shard_count
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same mesh axes in one step.
+    """All collectives of one type over the same mesh axes in one step.
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
         axes: Mesh axes of the collectives.
         bytes: Bytes that one device receives in all calls together.
         times: Number of calls.
-        what: ``"tokens"``, ``"keys"``, or the `Role` of the parameters.
-        copies: Number of rows per token if only one row per node crosses the network. If 0, every row
-            crosses the network.
+        what: Transferred data: ``"tokens"``, ``"keys"``, or the `Role` of the parameters.
+        copies: Number of experts per token if a token is sent once per node, or 0 if it is sent once per expert.
     """
 
     kind: str
@@ -32,7 +31,7 @@ class Traffic:
 
 
 class _Sums:
-    """Sums of bytes and calls per kind, axes and type of data."""
+    """Total bytes and calls per type of collective, mesh axes and type of data."""
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[str, tuple[str, ...], str], float] = {}
@@ -46,10 +45,10 @@ class _Sums:
 
 
 def traffic(step: PlannedStep) -> list[Traffic]:
-    """Estimate the collectives of a step.
+    """Estimate the traffic of all collectives in a step.
 
-    The collectives gather kernels, reduce gradients, send tokens to experts and back, and gather keys
-    for `AllGatherAttention`.
+    The collectives gather kernels, reduce gradients, exchange tokens with experts, and gather keys for
+    `AllGatherAttention`.
 
     Kernels are gathered once per pass, in the dtype of activations or as quantized codes. The head is
     gathered once per part of a batch. Gradients are reduced in float32. Gradients of adapters are not
@@ -80,7 +79,7 @@ def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
     """Add the all-gathers of a parameter and the reductions of its gradients."""
     work, mesh = step.work, step.mesh
     token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
-    # A device computes only the experts and layers of its shard, so these axes are not gathered.
+    # A device computes only its own experts and layers, so the axes that shard them are not gathered.
     computed_axes = (*(("expert",) if param.experts else ()), *((AXIS,) if param.staged else ()))
     axes = tuple(axis for axis in param.axes if axis in token_axes and axis not in computed_axes)
     size, times, fraction = step.gathered(param), step.runs(param), 1 - 1 / shard_count(mesh, axes)
@@ -103,7 +102,7 @@ def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
 
 
 def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str, ...], sums: _Sums) -> None:
-    """Add the exchange of token embeddings, over ``axes`` for dimension D and ``vocab_axes`` for dimension V."""
+    """Add the all-to-all of token embeddings over ``axes``, and their all-reduce over ``vocab_axes``."""
     work, mesh = step.work, step.mesh
     tokens = step.rows * step.tokens_per_row // work.accumulate
     size, times = tokens * step.config.hidden_size * VALUES, (2 if work.train else 1) * work.accumulate
@@ -135,7 +134,7 @@ def _runs(params: Iterable[ParamSize]) -> Iterable[ParamSize]:
 
 
 def _tokens(step: PlannedStep, param: ParamSize) -> float:
-    """Return the tokens per device in each layer computation that uses the parameter."""
+    """Return the tokens per device in each call of a layer that uses the parameter."""
     tokens = step.rows * step.tokens_per_row / step.work.accumulate
     if param.staged and step.work.pipeline is not None:
         tokens *= stages_of(step.mesh) / step.work.pipeline.microbatches

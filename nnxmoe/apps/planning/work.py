@@ -1,4 +1,4 @@
-"""Options of a planned step: rows, tokens, and how they are computed."""
+"""Options of a planned step, such as batch size, sequence length and rematerialization."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ class Work:
         train: Train on the rows. If False, decode one token per row.
         accumulate: Number of parts of a training batch for gradient accumulation.
         across: The mesh axis that crosses nodes or slices.
-        rules: Mesh axes that shard each axis of the parameters.
+        rules: Mesh axes that shard each logical axis of the parameters.
         remat: Rematerialize activations in the backward pass.
         offload: Offload the inputs of layers to the host, as ``Remat(offload=("layer_input",))`` does.
         buffer_factor: Buffer factor of `RaggedAllToAll`. If `None`, buffers fit all rows of the expert axis.
@@ -78,7 +78,7 @@ class Work:
     def turns(self, mesh: AnyMesh) -> int:
         """Count how often a step computes a layer and gathers its kernels.
 
-        This is once per part of the batch, or with a pipeline once per turn.
+        Each part of the batch counts once. With a pipeline, each turn counts once per part.
         """
         if self.microbatches is None:
             return self.accumulate
@@ -104,19 +104,21 @@ class Work:
             object.__setattr__(self, "buffer_factor", check_factor("plan(buffer_factor", self.buffer_factor))
         if self.quantize is not None and self.train and not self.lora:
             raise ValueError(
-                "quantize: quantized weights cannot be trained: plan adapters (lora), or decoding (train=False)"
+                "quantize: quantized weights cannot be trained. Set lora to train adapters, or train=False to plan "
+                "decoding"
             )
         if self.offload and not (self.train and self.remat):
             raise ValueError(
-                "offload: only inputs of rematerialized layers are offloaded to the host: plan training with remat"
+                "offload needs rematerialization, because only inputs of rematerialized layers are offloaded. "
+                "Plan a training step with remat"
             )
         if self.split_rank and not self.lora:
-            raise ValueError("split_rank: only ranks of adapters are split: plan adapters (lora)")
+            raise ValueError("split_rank divides the rank of adapters: set lora too")
         if self.accumulate > 1 and not self.train:
-            raise ValueError(f"accumulate={self.accumulate}: decoding does not accumulate gradients: omit it")
+            raise ValueError(f"accumulate={self.accumulate} has no effect in decoding: omit it")
         if self.batch % self.accumulate:
             raise ValueError(
-                f"a batch of {self.batch} rows cannot be cut into accumulate={self.accumulate} parts: use a multiple"
+                f"a batch of {self.batch} rows is not divisible by accumulate={self.accumulate}: use a multiple"
             )
 
     def check_mesh(self, mesh: AnyMesh) -> None:
@@ -126,15 +128,17 @@ class Work:
         if self.pipeline is not None:
             self.pipeline.check(mesh)
             if stages_of(mesh) == 1:
-                raise ValueError(f"microbatches={self.microbatches}: the mesh has only one stage: add an axis {AXIS}")
+                raise ValueError(
+                    f"microbatches={self.microbatches} needs more than one pipeline stage: add a mesh axis {AXIS}"
+                )
             if not self.train:
                 raise ValueError(
-                    f"microbatches={self.microbatches}: pipelines do not support decoding: omit it, or plan training"
+                    f"microbatches={self.microbatches} is not supported in decoding. Omit it, or plan training"
                 )
             self.pipeline.refuse_batch(self.batch // self.accumulate, mesh)
 
     def of(self, strategy: Strategy) -> "Work":
-        """Return this work with the options of a strategy. Raises ValueError if both set an option."""
+        """Return a copy with the options of a strategy. Raises ValueError if any of them is already set."""
         has_options = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
         if has_options or self.rules is not RULES or not self.remat:
             raise ValueError(
