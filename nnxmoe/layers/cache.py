@@ -39,7 +39,7 @@ class SlotMetadata:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CacheMetadata:
-    """State of a forward pass that the caches of all layers share.
+    """Token indices, lengths and segments of a forward pass, shared by the caches of all layers.
 
     Attributes:
         index: Index of each new token in the row, or -1 for padding.

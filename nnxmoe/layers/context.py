@@ -24,8 +24,8 @@ class OutputRequest:
     Attributes:
         last_token_only: Whether to return only the output of the last token.
         all_hidden: Whether to return the outputs of all layers instead of only the last layer.
-        reduce_routing: Reduces each layer's routing to the value to return, to save memory. If ``None``, the complete
-            routing is returned.
+        reduce_routing: Function applied to each layer's routing before it is returned, to save memory. If ``None``, the
+            complete routing is returned.
     """
 
     last_token_only: bool = False
@@ -44,7 +44,7 @@ class Context:
         index: Index of each token among the real tokens of the row. Padding repeats the index of the previous token.
         valid: False for padding. ``None`` if there is no padding.
         segment: Segment ids of packed documents. ``None`` if each row is a single segment.
-        past: State of the cache. ``None`` for passes without a cache.
+        past: Metadata of the cache. ``None`` for passes without a cache.
         key: Random key of the router jitter. ``None`` disables jitter.
         tokens: Token ids, for routers that depend on token ids.
         positions: Positions for the rotary embedding.

@@ -21,7 +21,7 @@ class Connection(NamedTuple):
     Attributes:
         x: Input of the module: a weighted sum of the streams.
         post: Scale factor for the output, per stream.
-        mix: Mixing matrix: ``mix[..., i, o]`` is the weight of stream i in the new stream o. Rows and columns sum to 1.
+        mix: Mixing matrix. ``mix[..., i, o]`` is the weight of stream i in the new stream o. Rows and columns sum to 1.
     """
 
     x: Float[Array, "B T D"]

@@ -14,7 +14,7 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class PerLayerEmbed(MuPEmbed):
-    """`MuPEmbed` with a second table of one embedding per token and layer.
+    """`MuPEmbed` with a second table that stores one embedding per token and layer.
 
     Args:
         vocab: Size of the vocabulary, V.

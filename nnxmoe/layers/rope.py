@@ -38,7 +38,7 @@ class Rotations(dict[Rope, Rotation]):
 
 
 RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
-"""Rotates heads. If the `Rotation` has more tokens than ``x``, the last T tokens of the rotation are used."""
+"""Applies a `Rotation` to heads ``x``. If the `Rotation` has more tokens than ``x``, the last T tokens are used."""
 
 
 def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:

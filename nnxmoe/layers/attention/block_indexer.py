@@ -1,4 +1,4 @@
-"""Grouped-query attention to key blocks that an indexer selects (MiniMax-M3, 2026)."""
+"""Grouped-query attention to key blocks selected by an indexer (MiniMax-M3, 2026)."""
 
 import dataclasses
 from typing import Any, ClassVar, Unpack
@@ -36,7 +36,7 @@ class KeyBlocks:
     Attributes:
         size: Number of consecutive keys per block.
         count: Number of selected blocks per query.
-        local: Number of most recent blocks that are always selected, including the block of the query's token.
+        local: Number of most recent blocks that are always selected, including the query's own block.
     """
 
     size: int
@@ -45,7 +45,7 @@ class KeyBlocks:
 
 
 class BlockIndexer(nnx.Module):
-    """Indexer that selects key blocks for each query and each group of heads.
+    """Indexer that selects key blocks for each query and head group.
 
     Each token has one query per group and one key. Queries and keys are normalized and rotated. The score of a block is
     the maximum of ``q · key`` over the block's keys up to the query. Blocks are counted from the first token of each
@@ -54,12 +54,12 @@ class BlockIndexer(nnx.Module):
 
     Args:
         dim: Width of the layer's input, D.
-        heads: Number of groups of heads.
+        heads: Number of head groups.
         head_dim: Width of queries and keys, H.
         blocks: Block selection parameters.
         eps: Epsilon for the norms.
         rotary: Rotary position embedding.
-        rotate: Rotates queries and keys.
+        rotate: Function that applies the rotary embedding to queries and keys.
         **kw: Parameter dtype and rngs.
     """
 
@@ -123,10 +123,10 @@ class BlockIndexer(nnx.Module):
         offset: Int[Array, "B S"],
         is_packed: bool,
     ) -> Int[Array, "B T N X"]:
-        """Select key indices, for keys in token order. ``offset`` counts the earlier tokens in each key's segment."""
+        """Select key indices for keys in token order. ``offset``: number of earlier tokens in each key's segment."""
         blocks, size, key_indices = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
         scores = jnp.where(allowed[:, :, None], query_key_products(q, keys), -jnp.inf)
-        if is_packed:  # a block may start at any key
+        if is_packed:  # blocks start at segment starts, so a block may start at any key
             block_indices, block_scores = key_indices, windowed_max(scores, blocks.size)
         else:
             block_indices, padding = key_indices[:: blocks.size], -size % blocks.size
@@ -156,7 +156,7 @@ def windowed_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows 
 
 
 class IndexedGQA(GQA):
-    """`GQA` with attention to the key blocks that a `BlockIndexer` selects per group of heads.
+    """`GQA` in which each head group attends only to the key blocks selected by a `BlockIndexer`.
 
     The outputs are bitwise equal to the outputs of `GQA` if there are at most ``topk`` keys.
     """
@@ -186,10 +186,10 @@ class IndexedGQA(GQA):
 
 @dataclasses.dataclass(frozen=True)
 class PerGroupAttention:
-    """Attention that treats each group of heads as a separate batch row, so groups may attend to different keys.
+    """Attention that treats each head group as a separate batch row, so groups may attend to different keys.
 
     Attributes:
-        attention_fn: Attention function to call with the rows.
+        attention_fn: Attention function that computes the rows.
         groups: Number of groups. Must be a divisor or a multiple of the number of key/value heads.
     """
 

@@ -17,18 +17,18 @@ from nnxmoe.layers.attention.softmax_attention import (
 )
 from nnxmoe.sharding import is_static
 
-MIN_BLOCK = 64  # queries per block
-MIN_TOKENS = 192  # tokens per pass; splitting a shorter pass saves too little time
-MAX_PAIRS = 512 * 512  # query-key pairs per row; `long_context` computes larger passes
+MIN_BLOCK = 64  # Minimum number of queries per block.
+MIN_TOKENS = 192  # Minimum number of tokens in a split pass. Splitting shorter passes saves too little time.
+MAX_PAIRS = 512 * 512  # Maximum number of query-key pairs per row. `long_context` computes larger passes.
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseAttention:
     """Attention that splits a causal pass into query blocks and passes each block only the keys that it may attend to.
 
-    Score blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): 36 of 8 x 8 blocks are
-    computed. The scores of a block fit into the CPU cache. Single-token steps and short passes with a cache are not
-    split.
+    Score blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022). With 8 query blocks, 36 of the
+    64 score blocks are computed. The scores of a block fit into the CPU cache. Single-token steps and short passes with
+    a cache are not split.
 
     Args:
         inner: Attention function for a block, and for passes that are not split.

@@ -40,10 +40,10 @@ class CompressedCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowMetadata(CacheMetadata):
-    """`CacheMetadata` for passes with or without a cache.
+    """`CacheMetadata` that is also defined for passes without a cache.
 
     Attributes:
-        segment_offset: Number of earlier tokens in the same segment, for each stored token by token index.
+        segment_offset: Number of earlier tokens in the same segment, for each token of a row.
     """
 
     segment_offset: Int[Array, "B C"]
@@ -93,7 +93,7 @@ def gather_by_index(
 
     Args:
         values: Token values.
-        index: Index of each value's token in the row. Values with a negative index are ignored.
+        index: Index of each value's token in the row. Values with negative indices are ignored.
         first: Index of the first token per row.
         count: Number of tokens per row.
 
@@ -124,21 +124,21 @@ class CompressorOutput(NamedTuple):
 
 
 class Compressor(nnx.Module):
-    """Compression of token windows to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
+    """Module that compresses token windows to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
 
-    The sum runs over the tokens j of ``series`` consecutive windows. With one series, an entry depends on a single
-    window. With two series, an entry also depends on the previous window, which has separate kernels. Entries are
-    rotated by the position of the window's first token. See DeepSeek-V4, sections 2.3.1 and 2.3.2. Source:
-    ``DeepseekV4CSACompressor`` and ``DeepseekV4HCACompressor`` in transformers.
+    The sum runs over the tokens j of ``series`` consecutive windows. With ``series=1``, an entry depends on a single
+    window. With ``series=2``, an entry also depends on the previous window, whose tokens are projected by separate
+    kernels. Entries are rotated by the position of the window's first token. See DeepSeek-V4, sections 2.3.1 and 2.3.2.
+    Source: ``DeepseekV4CSACompressor`` and ``DeepseekV4HCACompressor`` in transformers.
 
     Args:
         dim: Width of the layer's input, D.
         width: Width of an entry, W.
         rate: Number of tokens per window.
-        series: Number of windows per entry.
+        series: Number of consecutive windows that an entry depends on.
         eps: Epsilon for the norm.
         rotary: Rotary position embedding of the entries.
-        rotate: Rotates entries.
+        rotate: Function that applies the rotary embedding to the entries.
         **kw: Parameter dtype and rngs.
     """
 
@@ -174,11 +174,11 @@ class Compressor(nnx.Module):
         """Compress the windows that end in ``x``, and append the new entries to the cache."""
         projection, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
         pending_tokens, tokens, index = None, projection, rows.index
-        if cache is not None:  # lookahead -1 also returns the stored tokens
+        if cache is not None:  # With lookahead -1, `append_ring` always returns the stored tokens too.
             pending_tokens, tokens, index = append_ring(cache.pending.states, projection, rows, -1)
         tokens = gather_by_index(tokens, index, rows.length_before - self.reach, self.reach + length)
         ends = rows.window_ends(self.rate)
-        may_continue = cache is not None and not context.fresh  # the first window may start before this pass
+        may_continue = cache is not None and not context.fresh  # the first window may have started before this pass
         count = min(-(-length // self.rate) + may_continue, ends.shape[1])
         slots = rows.length_before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
         new_ends = jnp.where(slots < ends.shape[1], gather_clipped(ends, slots), -1)
@@ -200,7 +200,7 @@ class Compressor(nnx.Module):
         end_offset = gather_clipped(rows.segment_offset, ends)
         kv_parts, gate_parts = [], []
         for i in range(self.series):
-            distance = (self.series - i) * rate - 1  # from the start of window i to the end of the entry
+            distance = (self.series - i) * rate - 1  # from the start of window i to the entry's last token
             window_start = ends - distance - rows.length_before[:, None] + self.reach
             token_index = window_start[..., None] + jnp.arange(rate, dtype=jnp.int32)
             token_index = jnp.clip(token_index, 0, tokens.shape[1] - 1).reshape(len(token_index), -1, 1)

@@ -1,6 +1,6 @@
 """Context-parallel attention: the mesh axis ``context`` shards the tokens of each row.
 
-The integer arrays of the mask, indices and segments, are replicated. Causal attention without a window is balanced over
+The mask's integer arrays (indices and segments) are replicated. Causal attention without a window is balanced over
 n devices as in Llama 3 (2024, section 3.3.2). A row is split into 2n chunks, and device i computes the queries of
 chunks i and 2n - 1 - i. All devices then compute the same number of scores. Only attention uses this token order.
 """
@@ -39,7 +39,8 @@ class ContextShards:
     Attributes:
         length: Number of tokens in the row.
         count: Number of devices.
-        balanced: Whether each device computes two chunks, as in the module docstring, instead of consecutive tokens.
+        balanced: Whether each device computes one early and one late chunk of the row, for equal work, instead of
+            consecutive tokens.
     """
 
     length: int
@@ -48,7 +49,7 @@ class ContextShards:
 
     @classmethod
     def for_window(cls, length: int, count: int, window: int | None) -> Self:
-        """Balance rows without a window if the chunks have equal sizes. With a window, the work is balanced anyway."""
+        """Balance rows if there is no window and all chunks have equal size. A window balances the work by itself."""
         return cls(length, count, window is None and length % (2 * count) == 0)
 
     def tokens(self, device: Int[Array, ""]) -> Int[Array, "T"]:
@@ -60,7 +61,7 @@ class ContextShards:
         return jnp.concatenate([device * size // 2 + offset, (2 * self.count - 1 - device) * size // 2 + offset])
 
     def balance(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """Exchange shards of consecutive tokens between devices, so each device has the tokens in `tokens`.
+        """Exchange chunks between devices, from shards of consecutive tokens to the assignment in `tokens`.
 
         Device d sends chunks 2d and 2d + 1 of a row and receives one even and one odd chunk. On devices with an even
         index, the even chunk comes first.
@@ -78,7 +79,7 @@ class ContextShards:
         return jnp.concatenate(self._exchange(even, odd, inverse=True), axis)
 
     def _exchange(self, even: Array, odd: Array, *, inverse: bool = False) -> list[Array]:
-        """Send the even and the odd chunk of each device to the devices that compute these chunks, or back."""
+        """Send each device's even and odd chunks to the devices that compute them, or back if ``inverse``."""
         outputs = []
         for chunk, numbers in ((even, range(0, 2 * self.count, 2)), (odd, range(1, 2 * self.count, 2))):
             pairs = [(source, min(i, 2 * self.count - 1 - i)) for source, i in enumerate(numbers)]
@@ -139,8 +140,8 @@ def ppermute_next(x: Any, steps: int = 1) -> Any:
 class AllGatherAttention:
     """Attention that all-gathers keys and values, or MLA's latents, over the mesh axis ``context``.
 
-    This is the default on meshes with axis ``context``. Each device computes the outputs of its queries (Llama 3, 2024,
-    section 3.3.2). Each device stores the keys and values of whole rows: for one layer if the backward pass
+    This is the default on meshes with axis ``context``. Each device computes attention for its own queries (Llama 3,
+    2024, section 3.3.2). Each device stores the keys and values of whole rows: for one layer if the backward pass
     rematerializes them (`Remat`), otherwise for all layers.
 
     Args:

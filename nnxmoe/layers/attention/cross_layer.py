@@ -22,7 +22,8 @@ class ValueNormGQA(GQA):
 
     Args:
         dims: Sizes of the projections.
-        keys_as_values: Whether to use the keys before norm and rotation as values. If so, there is no projection ``v``.
+        keys_as_values: Whether to use the keys, before norm and rotation, as values instead of a separate projection
+            ``v``.
         eps: Epsilon for the value norm.
         **options: Arguments of `GQA`.
     """
@@ -56,7 +57,7 @@ class CrossLayerAttention(nnx.Module):
         **kw: Parameter dtype and rngs.
     """
 
-    supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
+    supports_context_parallel: ClassVar[bool] = True  # whether mesh axis ``context`` may shard the tokens
 
     def __init__(
         self,

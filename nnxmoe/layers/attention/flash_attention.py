@@ -21,8 +21,8 @@ from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.layers.mask import Mask
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-BlockShape = tuple[int, int]  # queries and keys per block
-Static = tuple[BlockShape, Any]  # block shape, and tree structure of `MaskedSoftmax`
+BlockShape = tuple[int, int]  # Numbers of queries and keys per block.
+Static = tuple[BlockShape, Any]  # The block shape, and the tree structure of `MaskedSoftmax`.
 Grouped = Float[Array, "B K G T _"]
 Sinks = Float[Array, "N"] | None
 
@@ -41,8 +41,8 @@ class Blocks(NamedTuple):
 class FlashAttention:
     """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores, accumulated in float32.
 
-    Key blocks outside the range of indices and segments that a query block attends to are skipped. The outputs and
-    gradients of queries without allowed keys (padding) are zero. Only first-order reverse-mode derivatives are
+    Key blocks whose indices or segments are outside the range that a query block attends to are skipped. The outputs
+    and gradients of queries without allowed keys (padding) are zero. Only first-order reverse-mode derivatives are
     supported. Use ``ReferenceAttention()`` for forward mode and higher-order derivatives.
 
     Args:
@@ -80,7 +80,8 @@ class FlashAttention:
         """Attend to a subset of the keys, without sinks. Use `partial_backward` to compute gradients.
 
         Returns:
-            The outputs in float32, and the log-sum-exp of each query's scores: inf for queries without keys.
+            The outputs in float32, and the log-sum-exp of each query's scores, which is inf for queries without allowed
+            keys.
         """
         blocks = self._split(q, k, v, softmax)
         outputs, logsumexp = _forward(blocks.static, blocks.q, blocks.k, blocks.v, None, blocks.leaves, jnp.float32)
@@ -126,7 +127,7 @@ def _pad(x: Array, padding: int, axis: int = -2, value: int = 0) -> Array:
 
 
 def _pad_mask(mask: Mask, queries: int, keys: int) -> Mask:
-    """Pad the mask with queries and keys of index -1. Padding keys also get index -1 and are thus masked."""
+    """Pad the mask with queries and keys of index -1, and set the index of invalid keys to -1."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
     mask = dataclasses.replace(mask, keys=SlotMetadata(index, None, slots.segment))
@@ -151,7 +152,7 @@ def _block_allowed(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], shape: Bloc
 
 
 def _key_ranges(mask: Mask, shape: BlockShape) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Return the range of key blocks that each query block attends to, as arrays of first blocks and exclusive ends.
+    """Return the range of key blocks that each query block attends to, as arrays of starts and exclusive ends.
 
     The range is computed from the minimum and maximum index and segment of each block, so the range may contain blocks
     without allowed pairs.
@@ -209,7 +210,7 @@ def _initial_maximum(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K 
 def _forward(
     static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
 ) -> tuple[Array, Float[Array, "B K G T"]]:
-    """Return the outputs, and the log-sum-exp of each query's scores: inf for queries without keys."""
+    """Return the outputs and the log-sum-exp of each query's scores (inf for queries without allowed keys)."""
     shape, softmax = static[0], static[1].unflatten(leaves)
     first_blocks, end_blocks = _key_ranges(softmax.mask, shape)
 

@@ -74,7 +74,7 @@ def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rul
 class FusedAttention(ShardMapKernel):
     """Attention with ``jax.nn.dot_product_attention``: cuDNN or XLA fusions on accelerators. Slow on CPUs.
 
-    Causal order and the window are passed as options. For caches, padding and segments, a boolean mask ``[B, 1, T, S]``
+    Causality and the window are passed as arguments. For caches, padding and segments, a boolean mask ``[B, 1, T, S]``
     is passed. Sinks, a soft cap, and values wider than keys are not supported. cuDNN supports only bfloat16 and
     float16, and only head widths that are multiples of 8 up to ``max_head_dim``.
 

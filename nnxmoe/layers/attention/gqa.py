@@ -146,9 +146,9 @@ class AttentionDims:
         head_dim: Width of a query or key head, H.
         bias: Whether ``q``, ``k`` and ``v`` have a bias.
         out_bias: Whether ``o`` has a bias. Defaults to ``bias``.
-        scale: Scale factor for the scores. Defaults to ``H ** -0.5``. For any other value, the query kernel is
-            initialized such that the variance of the scores is the same. MaxText uses scale 1 and folds the default
-            scale into the query kernel.
+        scale: Scale factor for the scores. Defaults to ``H ** -0.5``. For any other value, the initialization of the
+            query kernel is rescaled to keep the variance of the scores the same. MaxText uses scale 1 and folds the
+            default scale into the query kernel.
         value_dim: Width of a value head. Defaults to H.
     """
 
@@ -171,7 +171,7 @@ class GQA(nnx.Module):
         window: Sliding window size: the number of most recent keys that a query attends to, including the key of the
             query's token. ``None`` disables the window.
         attention_fn: Implementation of softmax attention.
-        rotate: Rotates queries and keys, and determines how the components of a head are paired.
+        rotate: Function that applies the rotary embedding. Determines how the components of a head are paired.
         qk_norm: Optional `QKNorm`, applied to queries and keys before the rotation.
         sinks: Optional `Sinks`.
         gate: Optional gate of the head outputs.

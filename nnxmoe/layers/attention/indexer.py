@@ -31,9 +31,9 @@ class Indexer(nnx.Module):
     """Indexer that selects, per query, the keys with the highest ``sum_n weights(x)_n relu(q_n · key)``.
 
     ``q`` computes the queries from the query latents of MLA. Each token has one normalized key. The reference
-    implementation also multiplies the scores by positive constants. The constants do not change the selection. Ties go
-    to the earlier key, but torch does not define an order. As in transformers, the selection has no gradient, so a loss
-    on the model's output does not train the indexer.
+    implementation also multiplies the scores by positive constants, which do not change the selection and are omitted
+    here. Ties go to the earlier key (torch does not define an order). As in transformers, the selection has no
+    gradient, so a loss on the model's output does not train the indexer.
 
     Args:
         dim: Width of the layer's input, D.
@@ -41,7 +41,7 @@ class Indexer(nnx.Module):
         heads: Number of queries per token, N.
         head_dim: Width of queries and keys, H.
         rotary: Rotary embedding of the first ``rotary.dim`` components of queries and keys. ``None`` disables rotation.
-        rotate: Rotates queries and keys.
+        rotate: Function that applies the rotary embedding to queries and keys.
         **kw: Parameter dtype and rngs.
     """
 
@@ -178,7 +178,7 @@ def sort_padding_last(
 
 
 def gather_slots(x: Int[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
-    """Gather the tokens of each row at ``indices``. The result for index `NO_SLOT` is `NO_SLOT`."""
+    """Gather integers of each row at ``indices``. Index `NO_SLOT` yields `NO_SLOT`."""
     is_missing = indices == NO_SLOT
     values = gather_tokens(x, jnp.where(is_missing, 0, indices))
     return jnp.where(is_missing.reshape(*indices.shape, *(1,) * (x.ndim - 2)), NO_SLOT, values)
@@ -191,8 +191,8 @@ def topk_slots(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"]
     scores in 64 rows on two cores takes 8 ms, compared to 20 ms with ``jax.lax.top_k`` (jax 0.10.2).
     """
     lowest = np.int32(np.iinfo(np.int32).min)
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # maps -0.0 to 0.0
-    ranks = jnp.where(allowed, jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits), lowest)  # same order as scores
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # Maps -0.0 to 0.0.
+    ranks = jnp.where(allowed, jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits), lowest)  # Ordered like scores.
 
     def add_bit(i: Int[Array, ""], threshold: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
         candidate = threshold + jax.lax.shift_left(np.int32(1), 31 - i)

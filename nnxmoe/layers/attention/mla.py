@@ -113,7 +113,7 @@ class AbsorbedMLA:
         q_latent = _project_heads(q_nope, lambda rows: kv_b.matmul_per_head(rows, 0, nope, transpose=True))
         q = jnp.concatenate([q_latent, jnp.swapaxes(inputs.q_rope, 1, 2)], axis=-1)
         latents = inputs.latents[:, None].astype(inputs.q_nope.dtype)
-        outputs = attention_fn(q, latents, latents, softmax)[..., :kv_rank]  # drop the rotated part of the values
+        outputs = attention_fn(q, latents, latents, softmax)[..., :kv_rank]  # drop the components of the rotated key
         return jnp.swapaxes(_project_heads(outputs, lambda rows: kv_b.matmul_per_head(rows, nope, v_dim)), 1, 2)
 
     def expansion(self, inputs: MLAInputs) -> None:
@@ -210,7 +210,7 @@ class MLA(nnx.Module):
         **kw: Parameter dtype and rngs.
     """
 
-    supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
+    supports_context_parallel: ClassVar[bool] = True  # whether mesh axis ``context`` may shard the tokens
 
     def __init__(
         self,

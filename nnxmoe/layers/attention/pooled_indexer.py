@@ -22,8 +22,8 @@ class PooledIndexer(Indexer):
     """`Indexer` that selects pools of ``pool`` consecutive keys, starting at the first token of each segment.
 
     A pool's key is the weighted mean of the keys in the pool. The weights are a softmax of ``gate(x) + place`` over the
-    tokens of the pool, separately for each component. A query in an incomplete pool also attends to the tokens of the
-    incomplete pool up to the query. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
+    tokens of the pool, separately for each component. If the query's own pool is incomplete, the query also attends to
+    the tokens of this pool up to the query. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
 
     Args:
         dim, q_rank, heads, head_dim: See `Indexer`.

@@ -29,7 +29,7 @@ from nnxmoe.layers.mask import ConcatenatedMask, Mask
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import TrailingPairs
 
-MAX_SCORES, MAX_QUERIES = 2**23, 256  # limits per row and query block
+MAX_SCORES, MAX_QUERIES = 2**23, 256  # limits on scores and queries per row and query block
 
 
 @jax.tree_util.register_dataclass

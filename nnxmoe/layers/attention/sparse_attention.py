@@ -22,10 +22,10 @@ from nnxmoe.layers.cache_buffer import gather_tokens
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.mask import Mask
 
-NO_SLOT = np.iinfo(np.int32).max  # padding slot, out of range of every buffer
-MAX_PARTS, MIN_QUERIES = 8, 64  # parts of a causal pass, and queries per part. A part has keys up to the last query.
-GATHER_COST = 80  # gathering a key and value takes as long as the products with 80 heads, on two cores
-BLOCK_SCORES = 2**23  # maximum number of scores, or gathered values, per query block
+NO_SLOT = np.iinfo(np.int32).max  # Slot id that marks padding, out of range for every buffer.
+MAX_PARTS, MIN_QUERIES = 8, 64  # Limits for parts of a causal pass. A part's keys end at its last query.
+GATHER_COST = 80  # On two cores, gathering a key and value takes as long as the products for 80 heads.
+BLOCK_SCORES = 2**23  # Maximum number of scores, or gathered values, per query block.
 SelectedSlots = Int[Array, "_ _ X"]
 
 
@@ -77,8 +77,8 @@ class SparseAttention:
 def _gather_is_faster(q: Queries, k: Keys, topk: int) -> bool:
     """Return whether gathering the selected keys is faster than masking the scores of all keys.
 
-    With 16 heads and 2048 selected keys on two cores, 4096 queries and keys take 11.7 s gathered and 3.8 s masked. 8192
-    queries and keys take 21 s gathered and 14 s masked.
+    With 16 heads and 2048 selected keys on two cores, a pass with 4096 queries and keys takes 11.7 s with gathering and
+    3.8 s with masking. A pass with 8192 queries and keys takes 21 s with gathering and 14 s with masking.
     """
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     return k.shape[1] == 1 and (queries * topk <= keys or topk * (heads + GATHER_COST) < heads * keys)

@@ -49,7 +49,7 @@ class SparseMLA(MLA):
 
         Returns:
             The output, the selected slots and the cache. If there are at most ``topk`` keys, queries attend to all
-            keys, and ``selected`` is returned.
+            keys, and ``selected`` is returned unchanged.
 
         Raises:
             ValueError: If there are more than ``topk`` keys, but neither an indexer nor ``selected``.

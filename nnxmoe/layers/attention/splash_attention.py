@@ -74,7 +74,7 @@ class SplashAttention(ShardMapKernel):
         has_padded_window = mask.window is not None and mask.keys.valid is not None
         if not mask.causal or q.shape[2] % LANES or softmax.sinks is not None or has_padded_window:
             return self.fallback(q, k, v, softmax)
-        q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)  # the kernel does not scale
+        q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)  # the kernel does not apply the scale
         segments = _segments(softmax, q.shape[0])
 
         def run(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
@@ -93,7 +93,7 @@ def _segments(softmax: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
 
 
 def _splash_kernel(shape: tuple[int, ...], softmax: MaskedSoftmax, interpret: bool) -> Any:
-    """Create the kernel for queries ``[N, T, H]``, and map the kernel over the batch and the segments."""
+    """Create the kernel for queries ``[N, T, H]``, and vectorize the kernel over the batch."""
     splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     heads, length, window = shape[0], shape[1], softmax.mask.window
     mask_shape = (length, length)

@@ -91,7 +91,7 @@ class Kernel:
         return batched_matmul_f32(x, head_kernels, -2 if transpose else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
-        """Return ``product(x, kernel)``. For kernels that are sums, add the products with the terms."""
+        """Return ``product(x, kernel)``. If the kernel is a sum, apply ``product`` to each term and add the results."""
         return product(x, self)
 
     def expert(self, index: int | Int[Array, ""]) -> Self:
@@ -114,7 +114,7 @@ class Adapter(Protocol):
 
 
 def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
-    """Add the adapter to the kernel, if there is an adapter."""
+    """Return the kernel with the adapter attached, or the kernel itself if ``adapter`` is ``None``."""
     return kernel if adapter is None else adapter.adapt(kernel)
 
 
@@ -286,7 +286,7 @@ def kernel_param(
 ) -> nnx.Param:
     """Create a kernel ``[*lead, *outs, *ins]``. ``axes`` are the logical axes of ``(*lead, *ins, *outs)``.
 
-    If ``rngs`` is None, the kernel is abstract: it has a shape but no values.
+    If ``rngs`` is None, the kernel is abstract (shape and dtype only).
     """
     num_lead, end = len(lead), len(lead) + len(ins)
     shape, names = (*lead, *outs, *ins), (*axes[:num_lead], *axes[end:], *axes[num_lead:end])

@@ -19,7 +19,7 @@ class Linear(nnx.Module):
         lora: Adapter of the kernel, set by `nnxmoe.train.lora.add`.
     """
 
-    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # kernels of each adapter attribute
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # adapter attribute -> its kernels
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Linear(nnx.Module):
             self.bias = None
 
     def weight(self) -> Kernel:
-        """Return the kernel ``[I, O]`` with flattened inputs and outputs, and with the adapter, if any."""
+        """Return the kernel ``[I, O]``, with flattened dimensions and the adapter, if any, attached."""
         return with_adapter(as_weight(self.kernel).read(), self.lora)
 
     @property

@@ -62,7 +62,7 @@ class LoRA(nnx.Module):
         return [product(low_rank, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def adapt(self, kernel: Kernel) -> "AdaptedKernel":
-        """Return the kernel with this adapter."""
+        """Return the kernel with this adapter attached."""
         return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -16,7 +16,7 @@ from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 
-ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel, of which zero and order are optional
+ARRAYS = ("codes", "scale", "zero", "order")  # array fields of a quantized kernel; zero and order are optional
 
 
 class QuantizedProduct(Protocol):
@@ -135,7 +135,7 @@ class QuantizedArray(nnx.Variable):
 
 
 class QuantizedWeight(nnx.Module):
-    """Variables of a `QuantizedKernel`, the replacement of a kernel parameter in a model.
+    """Module that replaces a kernel parameter and stores the variables of a `QuantizedKernel`.
 
     The leading dimensions of the arrays are layers and experts. Inputs and outputs are flattened.
 

@@ -167,7 +167,7 @@ class AutoProduct:
 
 
 def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
-    """Return whether the kernel has int8 codes, one scale per output and no zero points, and may be scaled last."""
+    """Return whether the kernel has int8 codes, one scale per output, no zero points and a scalable product."""
     is_plain = kernel.format.code_dtype == "int8" and kernel.zero is None and kernel.scale.shape[-1] == 1
     return is_plain and _may_scale_result(kernel, x)
 

@@ -1,8 +1,8 @@
 """Workarounds for XLA:CPU. Each docstring describes the problem and the affected JAX releases.
 
 Workarounds are applied on CPUs only. Tests run each operation without the workaround, and fail as soon as XLA no longer
-needs the workaround. See `tests/layers/test_xla_cpu.py`, and `tests/model/test_memory_rules.py` for `write_rows`. A
-"cost" is the CPU time without the workaround divided by the CPU time with the workaround, on two cores with jax 0.10.2.
+needs the workaround. See `tests/layers/test_xla_cpu.py`, and `tests/model/test_memory_rules.py` for `write_rows`.
+Slowdowns are ratios of CPU time without the workaround to CPU time with the workaround, on two cores with jax 0.10.2.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     XLA:CPU fuses a write with each use of the result, and copies the whole buffer for each use (jax 0.10.2, 0.12.0).
     The result of a loop is not fused. XLA unrolls loops with one trip, so the loop has at least two trips. With a
     single row, the second trip repeats the first. The old values of dropped slots are read before the loop, because a
-    select inside the loop would cast the whole bfloat16 buffer. Cost of a write and the attention that reads 4096
-    slots: 1.8 in float32, 1.3 in bfloat16.
+    select inside the loop would cast the whole bfloat16 buffer. Without the workaround, a write followed by attention
+    to 4096 slots takes 1.8 times as long in float32, and 1.3 times as long in bfloat16.
     """
     size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
     starts, in_range = jnp.minimum(slots[:, 0], size - 1), slots < size
@@ -52,8 +52,9 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
 def casts_kernel_of_single_row(x: Float[Array, "..."], axis: int) -> bool:
     """Return whether XLA casts the whole kernel of a product to float32, because ``x`` is a single 16-bit row.
 
-    XLA:CPU converts a product of a single bfloat16 row to a matrix-vector product and casts the whole kernel (jax
-    0.10.2, 0.12.0). With two rows, XLA:CPU does not cast the kernel; see `add_zero_row`. Cost of the product: 11.
+    XLA:CPU rewrites a matmul with a single bfloat16 row as a matrix-vector product and casts the whole kernel (jax
+    0.10.2, 0.12.0). With two rows, XLA:CPU does not cast the kernel; see `add_zero_row`. Without the additional row,
+    the product takes 11 times as long.
     """
     return on_cpu() and x.shape[axis] == 1 and jnp.finfo(x.dtype).bits == 16
 
@@ -69,7 +70,8 @@ def is_faster_with_kernel_first(x: Float[Array, "R I"]) -> bool:
     XLA:CPU rearranges the whole right operand before the multiplication. With few rows, the rearrangement takes up to
     three times as long as the product. XLA may swap the operands back, so callers add a barrier (jax 0.10.2, 0.12.0).
     With 256 rows, the order does not matter. A single row is a matrix-vector product. In bfloat16, swapping is slower
-    below 32 rows. Cost of the product: 3.1 for 2 rows, 1.6 for 16 rows, 1.2 for 64 rows.
+    below 32 rows. ``x @ kernel.T`` takes 3.1 times as long for 2 rows, 1.6 times for 16 rows, and 1.2 times for 64
+    rows.
     """
     return on_cpu() and is_static(x.shape[0]) and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
 
@@ -86,10 +88,10 @@ def cast_to_f32(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ..
 def with_barrier(*values: Any) -> tuple[Any, ...]:
     """Put a barrier around loop invariants in the carry of a loop, so XLA does not treat the values as invariants.
 
-    XLA:CPU hoists the float32 cast of a 16-bit loop invariant out of the loop, and thus copies the whole array
-    (jax 0.10.2). In jax 0.12.0, more float32 rows remain alive around the loops of expert parallelism. The loops then
-    need a third more temporary memory per step (`tests/model/test_modes.py`). Cost of a product with eight experts in
-    bfloat16: 16 for 2 rows, 4 for 256 rows.
+    XLA:CPU hoists the float32 cast of a 16-bit loop invariant out of the loop, and thus copies the whole array (jax
+    0.10.2). In jax 0.12.0, more float32 rows remain alive around the loops of expert parallelism. The loops then need a
+    third more temporary memory per step (`tests/model/test_modes.py`). Without the barrier, a bfloat16 product with
+    eight experts takes 16 times as long for 2 rows, and 4 times as long for 256 rows.
     """
     return jax.lax.optimization_barrier(values) if on_cpu() else values
 
@@ -99,7 +101,7 @@ def as_bits(array: Array) -> Array:
 
     In jax 0.10.2, XLA:CPU updates a slice of a bfloat16 array by casting the whole array to float32 and back, so an
     update takes 3 times as long. If a loop reads slices, XLA allocates a float32 copy of the whole array. jax 0.12.0
-    does neither. Cost of a product with eight experts: 1.4 for 256 rows.
+    does neither. Without the bitcast, a product of 256 rows with eight experts takes 1.4 times as long.
     """
     needs_bitcast = COPIES_16_BITS and on_cpu() and array.dtype.itemsize == 2
     return jax.lax.bitcast_convert_type(array, jnp.uint16) if needs_bitcast else array

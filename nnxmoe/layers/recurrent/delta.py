@@ -117,8 +117,8 @@ class GatedDeltaNet(nnx.Module):
         **kw: Parameter dtype and rngs.
     """
 
-    has_correction: ClassVar[bool] = True  # as in `recurrent_delta_rule`
-    supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
+    has_correction: ClassVar[bool] = True  # Whether the rule includes the correction ``- S^T k``.
+    supports_context_parallel: ClassVar[bool] = True  # Whether mesh axis ``context`` may shard the tokens.
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T N W"], Int[Array, "B n"], Float[Array, "B n N H W"]]:
         """Return the outputs, the indices of the most recent tokens, and the state after each of these tokens.
 
-        Negative indices are unused.
+        States with negative indices are unused.
         """
         batch, length = inputs.beta.shape[:2]
         token_index = jnp.broadcast_to(jnp.arange(length), (batch, length))
@@ -197,7 +197,7 @@ class GatedDeltaNet(nnx.Module):
             return outputs, (end - 1)[:, None], state[:, None]
         is_early, state_segment = token_index < end[:, None], None
         early = _mask_inputs(inputs, is_early)
-        if inputs.segment is not None:  # segments that start in the late tokens must not reset the early state
+        if inputs.segment is not None:  # segments that start later must not reset the early state
             state_segment = jnp.max(jnp.where(is_early, inputs.segment, 0), axis=1)
             early = early._replace(segment=jnp.minimum(inputs.segment, state_segment[:, None]))
         outputs, state = self._apply_in_chunks(early, state)
@@ -235,7 +235,7 @@ class GatedDeltaNet(nnx.Module):
         return [((2 + self.has_correction) * dims.value_heads * dims.key_dim * dims.value_dim, 1.0)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> RecurrentState:
-        """Create ``1 + lookahead`` states. The capacity has no effect."""
+        """Create ``1 + lookahead`` states. ``capacity`` has no effect."""
         return RecurrentState.empty(self._empty_state(batch, dtype), lookahead)
 
 

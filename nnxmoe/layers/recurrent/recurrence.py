@@ -16,7 +16,7 @@ from nnxmoe.layers.context import Context
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OrderedTokens:
-    """Sorted order of a pass's tokens: in each row, real tokens come first and padding comes last.
+    """Token order of a pass in which the real tokens of each row come first and padding comes last.
 
     Recurrent layers require this order, because a token depends on all earlier tokens in the row.
 
