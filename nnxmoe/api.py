@@ -140,5 +140,5 @@ _NAMES = {  # module -> public names that it defines
     "nnxmoe.tokenizer.tokenizer": "Tokenizer TokenizerError",
 }
 
-# Public name -> the module that defines the name.
+# Public name -> module that defines it.
 MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,12 +1,12 @@
-"""Names of dimensions, logical axes and mesh axes, and creation of parameters with logical axes.
+"""Names of dimensions, logical axes and mesh axes. Creates parameters annotated with logical axes.
 
-All signatures and einsums use the same letters for dimensions:
+Dimension letters in signatures and einsums:
 
     B batch          T query tokens    S key positions    D model width    V vocabulary
     N query heads    K key/value heads G = N / K          H head width     F feed-forward width
     E experts        X experts/token   C slots/expert     R routed rows    L layers
 
-The widths of MLA are words: ``q_rank kv_rank nope rope``. ``T_out`` is T, or 1 if only the last token's output is
+MLA widths are spelled out: ``q_rank kv_rank nope rope``. ``T_out`` is T, or 1 if only the last token's output is
 needed.
 """
 
@@ -22,9 +22,9 @@ MESH_AXES = ("pipe", "data", "fsdp", "context", "expert", "tensor")
 # Axes that shard the rows of a batch. Attention needs no communication over these axes. Inside a pipeline stage,
 # ``pipe`` does not shard the batch.
 BATCH_AXES = ("pipe", "data", "fsdp", "expert")
-CONTEXT = "context"  # Shards the tokens of each row. Attention exchanges keys and values over it.
-TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # Devices along these axes have different tokens, so gradients are summed.
-LAYER_AXES = ("layers", "stages")  # Logical axes of stacked layers. Only the first axis of a parameter can be one.
+CONTEXT = "context"  # Shards the tokens of each row. Attention exchanges keys and values over this axis.
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # Devices along these axes process different tokens, so gradients are summed.
+LAYER_AXES = ("layers", "stages")  # Logical axes of stacked layers, always the first axis of a parameter.
 AnyMesh = Mesh | AbstractMesh
 
 
@@ -33,7 +33,8 @@ class ParamOptions(TypedDict):
 
     Attributes:
         dtype: Dtype of the parameters.
-        rngs: Random number generators for the initial values. If None, parameters have shapes but no values.
+        rngs: Random number generators for the initial values. If None, parameters are abstract
+            (shapes and dtypes only).
     """
 
     dtype: jnp.dtype
@@ -50,16 +51,16 @@ def parameter(
     keeps_dtype: bool = False,
     **kw: Unpack[ParamOptions],
 ) -> nnx.Variable:
-    """Create a parameter and store its logical axes in the metadata ``out_sharding``, as Flax does.
+    """Create a parameter and store its logical axes in its ``out_sharding`` metadata, as Flax does.
 
     Args:
         shape: Shape of the parameter.
         axes: Logical axis of each dimension, or None for a dimension that is not sharded.
         init: Initializer. Unused if ``rngs`` is None.
         param_type: Type of the variable.
-        inputs: Number of trailing dimensions that a linear layer contracts. None if the parameter is not the kernel of
-            a linear layer.
-        keeps_dtype: True if casting the model leaves the dtype of this parameter unchanged.
+        inputs: Number of trailing input dimensions of a linear layer's kernel. None if the parameter is not such a
+            kernel.
+        keeps_dtype: True if casting the model does not change the dtype of this parameter.
         **kw: See `ParamOptions`.
     """
     shape, axes = tuple(shape), tuple(axes)

@@ -35,7 +35,7 @@ def make_mesh(
         data, fsdp, expert, tensor, pipe, context: Size of each axis. One size may be -1 to use all remaining devices.
         devices: Devices of the mesh. Defaults to all devices.
         across: Axis that spans hosts or slices. It is the outermost axis in the order of the devices. Defaults to the
-            first axis with several devices.
+            first axis of size > 1.
 
     Raises:
         ValueError: If an argument is invalid, or the product of the sizes is not the number of devices.
@@ -72,7 +72,7 @@ def _flat_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | No
 
 
 def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """Arrange TPUs so that neighbors along a mesh axis are neighbors in a slice. ``across`` spans the slices."""
+    """Arrange TPUs so that neighbors along a mesh axis are neighbors in the torus. ``across`` spans the slices."""
     shape = [sizes[axis] for axis in MESH_AXES]
     slices = len({getattr(device, "slice_index", 0) for device in devices.flat})
     if slices == 1:
@@ -80,7 +80,7 @@ def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | N
     axis = across or next((axis for axis in MESH_AXES if sizes[axis] > 1), MESH_AXES[0])
     if sizes[axis] % slices:
         raise ValueError(
-            f"mesh sizes {dict(sizes)}: {axis!r} spans {slices} slices: set its size to a multiple of {slices}, or "
+            f"mesh sizes {dict(sizes)}: {axis!r} spans {slices} slices. Set its size to a multiple of {slices}, or "
             "pass a different axis as across=…"
         )
     slice_counts = [slices if name == axis else 1 for name in MESH_AXES]
@@ -94,7 +94,7 @@ def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
     """Convert a mesh, a mapping or text such as ``fsdp=4,expert=8`` to a dict of axis sizes.
 
     Raises:
-        ValueError: If ``mesh`` has a different type, is malformed, or has a size that is not a positive integer.
+        ValueError: If ``mesh`` has an unsupported type, is malformed, or has a size that is not a positive integer.
     """
     if isinstance(mesh, str):
         pairs = [part.strip().partition("=")[::2] for part in mesh.split(",")]

@@ -27,7 +27,7 @@ _MAP, _CELLS = "cividis", 160  # Color map. Heat maps with at most this many cel
 
 
 def shares(loads: Loads) -> np.ndarray:
-    """Compute the fraction of each layer's assignments per expert, ``[L, E]``. 0 for layers without assignments.
+    """Compute each expert's fraction of its layer's assignments, ``[L, E]``. 0 for layers without assignments.
 
     Args:
         loads: Routing per layer from a model's output (padding is excluded), or counts or shares ``[L, E]``.
@@ -66,9 +66,9 @@ def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> A
 
 
 def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """Draw one bar per layer: the entropy of the expert loads, divided by log(E).
+    """Draw the entropy of each layer's expert loads, divided by log(E), as one bar per layer.
 
-    1 means that the load is uniform. 0 means that a single expert has the whole load.
+    1 means that the load is uniform. 0 means that one expert has the entire load.
 
     Args:
         loads: See `shares`.
@@ -107,9 +107,9 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
     The plot has one column per token and one row per layer. Padding cells are empty.
 
     Args:
-        pieces: Text of each token. May cover only the first tokens of the row.
+        pieces: Text of each token, for the whole row or only for its first tokens.
         routing: ``{layer: Routing [B, T, …]}``, or a single Routing. For a single Routing, the rows
-            of the plot are the choices of each token, best first.
+            of the plot are the experts of each token, highest score first.
         row: Batch index.
     """
     if isinstance(routing, Routing):
@@ -142,7 +142,7 @@ def history(
     metrics: str | Sequence[str] = "loss",
     ax: Axes = None,
 ) -> Axes:
-    """Plot metrics over training steps. The first curve has the widest line.
+    """Plot metrics over training steps. The first curve has the thickest line.
 
     Args:
         runs: A `Fitted.history`, or ``{label: history}`` to compare runs.
@@ -172,7 +172,7 @@ def history(
 
 
 def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}") -> Axes:
-    """Draw horizontal bars with their values, in order from top to bottom.
+    """Draw labeled horizontal bars, from top to bottom in the order of ``values``.
 
     Args:
         values: ``{label: number}``, or ``{label: {part: number}}`` for stacked bars. Parts are stacked in
@@ -202,12 +202,12 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
 
 
 def errors(differences: Mapping[str, float], tolerance: float | None = None, ax: Axes = None) -> Axes:
-    """Draw absolute differences as dots on a logarithmic axis, in order from top to bottom.
+    """Draw absolute differences as dots on a logarithmic axis, from top to bottom in the given order.
 
     Zeros are hollow dots at the left edge. NaN and infinity are red dots at the right edge.
 
     Args:
-        differences: ``{label: difference}``.
+        differences: Absolute difference per label.
         tolerance: Largest accepted difference, drawn as a dotted line. Larger differences are red.
     """
     values = np.nan_to_num(np.array([abs(v) for v in differences.values()], float), nan=np.inf)
@@ -239,7 +239,7 @@ def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
 
 
 def _counts(routing: Routing) -> np.ndarray:
-    """Count the assignments per expert, ``[E]``, without padding."""
+    """Count the assignments per expert, ``[E]``, excluding padding."""
     experts = np.asarray(routing.experts)
     token_experts = experts if routing.valid is None else experts[np.asarray(routing.valid)]
     return np.bincount(token_experts.reshape(-1), minlength=routing.scores.shape[-1])

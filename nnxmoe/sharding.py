@@ -35,7 +35,7 @@ def shard_map(
 
     Args:
         run: Function to run on each shard.
-        mesh: The mesh.
+        mesh: Mesh that the specs refer to.
         in_specs: Partition specs of the arguments.
         out_specs: Partition specs of the outputs.
         axes: Mesh axes that become manual. Defaults to all axes that are not manual yet.
@@ -76,7 +76,7 @@ def shard_constraint(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | 
 def shard_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     """Shard the rows of ``x [B, T, ...]`` over the batch axes and the tokens over ``context``.
 
-    If the mesh does not divide a dimension, the dimension is replicated and a warning is logged. A single token is
+    A dimension that the mesh does not divide is replicated, and a warning is logged. A single token is
     replicated without a warning.
     """
     rows, tokens = x.shape[:2]
@@ -104,7 +104,7 @@ class MeshAware(Protocol):
     """Strategy object that shards its operands explicitly, because XLA cannot partition the computation."""
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Any:
-        """Return a copy for a model on this mesh."""
+        """Return a copy that shards its operands over ``mesh``."""
         ...
 
 

@@ -41,7 +41,7 @@ _NOUNS = {"expert": "experts", "kv_heads": "KV heads", "stages": "layers", "voca
 
 
 def shard_count(mesh: AnyMesh | None, mesh_axes: Sequence[str]) -> int:
-    """Return the number of shards over these mesh axes."""
+    """Return the product of the sizes of these mesh axes, or 1 without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh_axes)
 
 
@@ -55,7 +55,7 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
         axes: All logical axes of the parameter, for the error message.
 
     Raises:
-        ValueError: If ``name`` has no rule, or the rule has an axis that the mesh does not have.
+        ValueError: If ``name`` has no rule, or the rule names an axis that the mesh does not have.
     """
     if name not in rules:
         raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
@@ -66,8 +66,8 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
     for axis in mesh_axes:
         if axis not in mesh.shape:
             raise ValueError(
-                f"the rule {name!r} -> {rule!r} has an axis that the mesh {dict(mesh.shape)} does not have: "
-                "create the mesh with nnxmoe.make_mesh, which has all axes, or pass other rules"
+                f"the rule {name!r} -> {rule!r} names an axis that the mesh {dict(mesh.shape)} does not have. "
+                "Create the mesh with nnxmoe.make_mesh, which defines all axes, or pass different rules"
             )
     return tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
 
@@ -75,7 +75,8 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
 def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:
     """Return the mesh axes that shard each dimension of a parameter with these logical axes.
 
-    Mesh axes of size 1 are omitted. A rule with several mesh axes also omits axes that shard a different dimension.
+    Mesh axes of size 1 are omitted. If a rule lists several mesh axes, axes that already shard a different
+    dimension are also omitted.
 
     Raises:
         ValueError: If a logical axis has no rule, or a mesh axis does not exist or shards two dimensions.
@@ -91,7 +92,9 @@ def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules =
             per_dimension[i] = tuple(axis for axis in per_dimension[i] if axis not in used)
             used.update(per_dimension[i])
     if len(used) < sum(map(len, per_dimension)):
-        raise ValueError(f"the rules use a mesh axis twice: axes {tuple(axes)} -> {tuple(per_dimension)}")
+        raise ValueError(
+            f"the rules shard two dimensions over the same mesh axis: axes {tuple(axes)} -> {tuple(per_dimension)}"
+        )
     return tuple(per_dimension)
 
 
@@ -137,7 +140,7 @@ def check_rules(where: str, rules: Any) -> None:
     """Raise ValueError unless the rules map every logical axis to mesh axes.
 
     Args:
-        where: Name of the function or class with the argument ``rules``, for the error message.
+        where: Function or class that takes ``rules``, for the error message.
         rules: Logical axis -> mesh axes.
     """
     if not isinstance(rules, Mapping) or set(rules) != set(RULES):
@@ -156,7 +159,7 @@ def check_rules(where: str, rules: Any) -> None:
 
 def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
     """Raise ValueError unless the mesh divides every parameter. The error suggests the largest valid mesh sizes."""
-    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first parameter with them
+    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first matching parameter
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         forms.setdefault((axes_of(variable), tuple(variable.shape)), ".".join(map(str, path)))
     for (axes, shape), path in forms.items():

@@ -80,7 +80,7 @@ def test_hostile_folder_loads_without_running_its_code(tmp_path: Path, family: s
     """With auto_map the unknown fields are refused, since the code that it names may read them."""
     folder = hostile(tmp_path / "model", family)
     forbidden, answer = watch(folder, "use")
-    assert forbidden == [] and "code of the repository (auto_map)" in answer
+    assert forbidden == [] and "custom code (auto_map)" in answer
     fields = json.loads((folder / "config.json").read_text())
     del fields["auto_map"]
     (folder / "config.json").write_text(json.dumps(fields))

@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments that name the nnxmoe equivalent or the most similar argument."""
+"""Errors for unknown keyword arguments, with the nnxmoe equivalent or the most similar argument."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ _HINTS = {
 
 
 class UnknownArgument(TypeError, ValueError):
-    """Raised for an unknown keyword argument. A TypeError as in Python, and a ValueError as elsewhere in nnxmoe."""
+    """Raised for an unknown keyword argument. A TypeError, as in Python, and also a ValueError, as in nnxmoe."""
 
 
 def _unknown(callee: str, keyword: str, names: Iterable[str]) -> UnknownArgument:
@@ -87,7 +87,7 @@ def reject_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class KnownFields:
-    """Base class of dataclasses. The error for an unknown field suggests the most similar field."""
+    """Base class of dataclasses that reject unknown fields and suggest the most similar field."""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         field_names = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]

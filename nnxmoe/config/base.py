@@ -53,9 +53,11 @@ class DecoderConfig(KnownFields):
     # forward pass).
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
-    experts_field: ClassVar[str] = ""  # Field with the number of experts per layer. Empty for dense models.
-    experts_per_token_field: ClassVar[str] = "num_experts_per_tok"  # Field with the number of experts per token.
-    rope_field: ClassVar[str] = "head_dim"  # Field that determines the rotated width.
+    experts_field: ClassVar[str] = ""  # Name of the field with the number of experts per layer. Empty for dense models.
+    experts_per_token_field: ClassVar[str] = (
+        "num_experts_per_tok"  # Name of the field with the number of experts per token.
+    )
+    rope_field: ClassVar[str] = "head_dim"  # Name of the field that determines the rotated width.
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # Fields of a rope object that the family reads.
     scale_in_queries: ClassVar[bool] = True  # Whether the query kernel can absorb the attention scale.
     ignored: ClassVar[str] = ""
@@ -151,7 +153,7 @@ class DecoderConfig(KnownFields):
         unread = describe_fields(cls.unknown_fields(fields))
         text = f"config.json has fields that neither nnxmoe nor transformers reads for {cls.model_type} models: "
         invalid_ids = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
-        ignored = (f"config.json: {some(invalid_ids)}: not in the vocabulary, so ignored",) if invalid_ids else ()
+        ignored = (f"config.json: {some(invalid_ids)}: ignored, because not in the vocabulary",) if invalid_ids else ()
         return ((text + some(unread, 20),) if unread else ()) + ignored
 
     @classmethod
@@ -216,7 +218,7 @@ class DecoderConfig(KnownFields):
 
     @property
     def head_width(self) -> int:
-        """Width of a head (H). Defaults to hidden_size / num_attention_heads."""
+        """Width of an attention head (H). Defaults to hidden_size / num_attention_heads."""
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}: "
@@ -285,7 +287,7 @@ class DecoderConfig(KnownFields):
 
     @property
     def rope_dim(self) -> int:
-        """Rotated width of a head."""
+        """Number of rotated dimensions per head."""
         return self.head_width
 
     @property
@@ -295,6 +297,6 @@ class DecoderConfig(KnownFields):
 
     @property
     def rope(self) -> Rope:
-        """Rotary embedding that the config describes."""
+        """Rotary embedding built from the rope fields."""
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(self.rope_fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)

@@ -1,4 +1,4 @@
-"""Checks of the types and bounds of config fields. Configs declare the checks in field metadata."""
+"""Type and bounds checks of config fields. Configs declare the checks in field metadata."""
 
 import dataclasses
 import math
@@ -89,7 +89,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
-    """Declare an integer config field. The default bounds exceed all known models, but limit memory allocation."""
+    """Declare an integer config field. The default bounds allow all known models, but limit memory allocation."""
     return dataclasses.field(default=default, metadata={"check": Count(least, most)})
 
 

@@ -39,7 +39,7 @@ PREDICTION = (
 FP8_EXPERTS = (
     "swiglu_alpha swiglu_limit mlp_gate_softcap mlp_up_softcap hidden_activation moe_intermediate_size num_experts"
 ).split()
-# Fields that do not affect the forward pass of any family.
+# Fields that never affect the forward pass, in any family.
 IGNORED = frozenset(
     """architectures model_type transformers_version torch_dtype _name_or_path _commit_hash
     use_cache pretraining_tp initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop auto_map
@@ -141,12 +141,12 @@ def check_unknown_fields(config: Any, unknown_fields: Mapping[str, Any], fields:
             allowed = ", ".join(short(value) for value in neutral_values[name])
             raise ConfigError(
                 f"{name} {short(unknown_fields[name])} is not supported for {config.model_type} models, because "
-                f"transformers does not ignore it. Supported: {allowed}"
+                f"transformers reads this field. Supported: {allowed}"
             )
     unknown_texts = describe_fields(unknown_fields)
     if unknown_texts and fields.get("auto_map"):
         raise ConfigError(
-            f"{some(unknown_texts, 20)}: unknown to {config.model_type} models, but code of the repository "
+            f"{some(unknown_texts, 20)}: unknown to {config.model_type} models, but the repository's custom code "
             "(auto_map) may read these fields. Remove the fields if the code does not need them"
         )
 

@@ -34,7 +34,7 @@ class LayerWindowsConfig(DecoderConfig):
 
     @property
     def needed_for_windows(self) -> str:
-        """Error text with the fields that sliding-window layers require and the values of these fields."""
+        """Fields that sliding-window layers require and their values, as text for an error message."""
         return f"a sliding_window: got {self.sliding_window}"
 
     @property

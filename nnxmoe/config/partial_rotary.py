@@ -15,7 +15,7 @@ FACTOR = "partial_rotary_factor"
 class PartialRotaryConfig(DecoderConfig):
     """Config with ``partial_rotary_factor``, the rotated fraction of the head width.
 
-    The rotated width is rounded down to an integer. In transformers 5, the factor is in the rope object. If both places
+    The rotated width is rounded down to an integer. In transformers 5, the factor is in the rope object. If both fields
     are null, the factor is ``default_rotary_factor``.
     """
 
@@ -40,7 +40,7 @@ class PartialRotaryConfig(DecoderConfig):
 
     @property
     def rotary_factor(self) -> float | None:
-        """``partial_rotary_factor`` from the rope object or the top level. None if both are null."""
+        """``partial_rotary_factor`` of the rope object, else of the top level. None if both are null."""
         rope_factor = super().rope_fields.get(FACTOR)
         return self.partial_rotary_factor if rope_factor is None else rope_factor
 
@@ -50,5 +50,5 @@ class PartialRotaryConfig(DecoderConfig):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """The rope object without the factor, because `rope_dim` already includes the factor."""
+        """Rope object without ``partial_rotary_factor``, because `rope_dim` already includes the factor."""
         return {name: value for name, value in super().rope_fields.items() if name != FACTOR}

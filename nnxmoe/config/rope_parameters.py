@@ -191,7 +191,7 @@ def rope_from_fields(
     if scaling_type == "yarn":
         if "factor" not in fields:
             raise ConfigError(
-                "rope: yarn needs factor: set it, or use null for the ratio of the maximum to the original length"
+                "rope: yarn needs factor. Set it to null to use the ratio of the maximum to the original context length"
             )
         scale = _number(fields, "factor", positions / original_positions)
         betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
@@ -212,7 +212,7 @@ def _check_rope_fields(fields: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             raise ConfigError(f"rope: {short(name)}: rotary embeddings that differ between layers are not supported")
     if rope_type(fields) == "default" and fields.get("factor", 1) not in (None, 1):
-        raise ConfigError(f"rope: factor {short(fields['factor'])} needs a rope_type that uses it: set rope_type")
+        raise ConfigError(f"rope: factor {short(fields['factor'])} has no effect without a rope_type: set rope_type")
     if fields.get("partial_rotary_factor", 1) not in (None, 1):
         raise ConfigError(f"rope: partial_rotary_factor {short(fields['partial_rotary_factor'])} is not supported")
     original = fields.get("original_max_position_embeddings")

@@ -48,7 +48,7 @@ def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
 
 
 def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
-    """Convert a value to an int with `as_integer`. Raises ValueError with ``name`` if the value is not valid."""
+    """Convert a value to an int with `as_integer`. Raises a ValueError that names ``name`` if the value is invalid."""
     if (number := as_integer(value, least, below)) is None:
         raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
     return number

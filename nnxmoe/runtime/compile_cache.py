@@ -34,7 +34,7 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         max_bytes: Maximum size of the cache. The least recently used programs are deleted first.
 
     Returns:
-        The folder of the programs, or None if the variable is ``off`` or the folder is not writable.
+        The folder that contains the programs, or None if the variable is ``off`` or the folder is not writable.
         If None, JAX's settings are unchanged.
 
     Raises:

@@ -24,7 +24,7 @@ class Hardware:
         torus: Axis sizes of a TPU slice. Empty if no slice is specified.
         efficiency: Fraction of the peak that whole steps reach. If None, the fraction of published
             runs is used.
-        topology: XLA's name of the slice.
+        topology: XLA's topology name of the slice.
         dimensions: Number of dimensions of the torus.
         dies: Devices per chip. They share the chip's links.
     """
@@ -61,7 +61,7 @@ _GB, _GIB, _T = 1e9, 2**30, 1e12
 def _gpu(
     name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, *node_and_kinds: Any
 ) -> Hardware:
-    """Build a row from TFLOP/s, GB, TB/s and GB/s, with the devices per node and `Hardware.kinds`."""
+    """Create a GPU's `Hardware` from TFLOP/s, GB of memory, TB/s of memory bandwidth, and GB/s of links."""
     rates = flops * _T, memory * _GB, bandwidth * _T, link * _GB, network * _GB
     return Hardware(name, GPU, *rates, *node_and_kinds)
 
@@ -69,7 +69,7 @@ def _gpu(
 def _tpu(
     name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, node: int, *kinds: str
 ) -> Hardware:
-    """Build a row from TFLOP/s, GiB, TB/s and GB/s. The torus has 3 dimensions, or 2 for v5e and v6e."""
+    """Create a TPU's `Hardware` from TFLOP/s, GiB of memory, TB/s of memory bandwidth, and GB/s of links."""
     rates = flops * _T, memory * _GIB, bandwidth * _T, link * _GB, network * _GB
     dimensions = 2 if name in ("tpu-v5e", "tpu-v6e") else 3
     return Hardware(name, TPU, *rates, node, kinds, dimensions=dimensions, dies=2 if name == "tpu-7x" else 1)
@@ -113,7 +113,7 @@ TABLE: Mapping[str, Hardware] = {
 
 
 def of_device(device_kind: str) -> Hardware | None:
-    """Return the row of the table for JAX's ``device_kind``, or None if the table lacks the device."""
+    """Return the `Hardware` of a JAX ``device_kind``, or None if it is not in `TABLE`."""
     for hardware in TABLE.values():
         if device_kind in hardware.kinds or (
             hardware.platform == GPU and any(part in device_kind for part in hardware.kinds)

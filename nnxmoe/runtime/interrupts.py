@@ -28,7 +28,7 @@ class Stop:
 
     Attributes:
         asked: True if Ctrl-C was pressed.
-        deferred: True if there is something to save. The first Ctrl-C then only sets ``asked``.
+        deferred: Whether the first Ctrl-C only sets ``asked``, because the loop has state to save.
     """
 
     asked: bool = False
@@ -37,7 +37,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Stop]:
-    """Defer the first Ctrl-C to the end of a step (see `Stop`). A second Ctrl-C raises KeyboardInterrupt.
+    """Defer the first Ctrl-C in this block to the end of a step (see `Stop`). A second raises KeyboardInterrupt.
 
     No-op outside the main thread, or if SIGINT has a custom handler.
     """

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the processes until all have exited or one has failed, and return the exit status."""
+    """Run the processes until all have exited or one has failed. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices per process")
     parser.add_argument("count", type=int, help="number of processes")

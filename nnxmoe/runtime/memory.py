@@ -65,7 +65,7 @@ def _container_room() -> float:
         path = Path(os.fsdecode(match[1]).strip().lstrip("/")) if match else Path()
         if ".." in path.parts:  # the group is outside the container's view
             path = Path()
-        # In a container, the path may be the host's path and not exist: the container's group is mounted as root.
+        # In a container, the path may be a host path that does not exist. The group is then mounted at the root.
         for group in (path, *path.parents):
             room = min(room, _group_room(root / group, limit, usage))
     return room
@@ -131,7 +131,7 @@ def _address_space() -> float:
 
 
 def local_bytes(arrays: Iterable[tuple[Any, Any, Any]]) -> int:
-    """Return this process's bytes of arrays, given as (shape, dtype, sharding), including replicas."""
+    """Return the bytes of this process's shards, including replicas, of arrays given as (shape, dtype, sharding)."""
     total = 0
     for shape, dtype, sharding in arrays:
         num_devices = 1 if sharding is None else len(sharding.addressable_devices)
@@ -149,7 +149,7 @@ def refuse_beyond_memory(need: float, what: str, remedy: str) -> None:
     Args:
         need: Required bytes.
         what: Start of the message, such as "training takes".
-        remedy: Advice in the message, in addition to the override by ``NNXMOE_MEMORY``.
+        remedy: Advice in the message, followed by the option to override the limit with ``NNXMOE_MEMORY``.
     """
     available, limit_name = memory_bytes()
     if need > available:

@@ -14,7 +14,13 @@ import jax
 from nnxmoe.config.validate import real_number
 from nnxmoe.runtime.progress import say
 
-_LAUNCHERS = ("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_WORKER", "MEGASCALE_")  # environment variables of clusters
+_LAUNCHERS = (
+    "SLURM_",
+    "OMPI_",
+    "JOB_COMPLETION_",
+    "TPU_WORKER",
+    "MEGASCALE_",
+)  # prefixes of variables set by launchers
 _FROM_ENVIRONMENT = {"coordinator_address": str, "num_processes": int, "process_id": int}
 _TIMEOUTS = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
 

@@ -22,7 +22,7 @@ _IN_ORDER: Any = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED
 
 
 class JitProgram:
-    """``jax.jit(function, **options)`` without static arguments, compiled per shapes, dtypes and shardings.
+    """``jax.jit(function, **options)``, compiled once per combination of argument shapes, dtypes and shardings.
 
     Args:
         name: Shown in a log message when XLA compiles the program. If None, no message is logged.

@@ -114,7 +114,7 @@ def _parts(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # unassigned variable
+        except ValueError:  # captured variable that is not assigned yet
             yield None
     if not _is_library(function.__globals__.get("__name__")):
         for name in sorted(set(_global_names(function.__code__)) & function.__globals__.keys()):
