@@ -1,4 +1,4 @@
-"""Convert checkpoints between formats: detect the format, load a model, write it and optionally verify it."""
+"""Convert checkpoints between formats: detect the format, load the model, write it, and optionally verify it."""
 
 import contextlib
 import dataclasses
@@ -46,10 +46,10 @@ class CheckpointFormat:
     """Functions that read and write one checkpoint format.
 
     Attributes:
-        read: Function of (folder, decoded) that opens a folder's arrays, dequantized if ``decoded``.
-        made: Function of (model, scan) that returns the arrays that ``save`` writes.
-        load: Function of (folder, config, dtype, strategy) that loads a model.
-        save: Function of (model, folder, scan) that writes a model.
+        read: ``read(folder, decoded)`` opens the arrays in a folder. If ``decoded``, they are dequantized.
+        made: ``made(model, scan)`` returns the arrays that ``save`` writes.
+        load: ``load(folder, config, dtype, strategy)`` loads a model.
+        save: ``save(model, folder, scan)`` writes a model.
     """
 
     read: Callable[[str, bool], contextlib.AbstractContextManager[LazyArrays]]
@@ -68,14 +68,14 @@ def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
 
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
-    """Read a MaxText checkpoint without the copied router biases (`maxtext.BIASES`)."""
+    """Read a MaxText checkpoint, except the duplicates of the router biases (`maxtext.BIASES`)."""
     return contextlib.nullcontext({name: a for name, a in maxtext.read(folder).items() if maxtext.BIASES not in name})
 
 
 FORMATS = {
     "hf": CheckpointFormat(
         _tensors,
-        lambda model, _: normalize_prefixes(pretrained.arrays(model)),  # the names that `Checkpoint` uses
+        lambda model, _: normalize_prefixes(pretrained.arrays(model)),  # the same names as in `Checkpoint`
         lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
@@ -95,7 +95,7 @@ FORMATS = {
 
 
 def detect_format(path_or_hub_id: str) -> str:
-    """Return the format of a folder or hub id, a key of `FORMATS`. Raises CheckpointError if it is unknown."""
+    """Return the `FORMATS` key of a folder or hub id. Raises CheckpointError if the format is not recognized."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or is_gguf(folder) or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"
@@ -117,8 +117,8 @@ def detect_format(path_or_hub_id: str) -> str:
 class ConversionResult:
     """Result of a conversion. Speeds are in bytes per second.
 
-    ``difference`` is the largest absolute difference between logits (None if not verified). ``roundings`` describes
-    the tensors that were rounded, which explains a difference.
+    ``difference`` is the largest absolute difference between the logits of the source and the target (None if not
+    verified). ``roundings`` describes the tensors that were rounded, which can explain the difference.
     """
 
     source: str
@@ -147,13 +147,13 @@ def convert(
     """Convert a checkpoint to another format.
 
     Args:
-        source, target: Checkpoint to read, and new or empty folder to write.
-        to: Name of the target's format, a key of `FORMATS`.
-        scan: Whether to store the layers of a stack as one array (not for ``hf``).
+        source, target: Checkpoint to convert, and new or empty folder for the result.
+        to: Target format, a key of `FORMATS`.
+        scan: Whether to store each stack of layers as one array. Not supported for ``hf``.
         dtype, mesh: Dtype of the parameters, and mesh to shard them over. See `from_pretrained`.
-        config: Folder with config.json or name of a preset, for a MaxText source.
-        verify: Whether to read all arrays back, compare them bitwise, and compare the logits of a short prompt. The
-            largest difference may be 2e-4 of the largest logit, or 5e-2 if the format requires rounding.
+        config: Folder with config.json, or name of a preset. Only for MaxText sources.
+        verify: Whether to read all arrays back, compare them bitwise, and compare the logits of a short prompt. Logits
+            may differ by 2e-4 of the largest logit, or by 5e-2 if the format requires rounding.
         change: Function called on the model before writing, for example to merge an adapter.
         quantize: Quantization method to apply to the kernels after ``change``.
 
@@ -194,7 +194,7 @@ def convert(
 
 
 def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize: Method | Mixed | None) -> None:
-    """Log the expected memory, and whether weights will be dequantized, if the source is on this machine."""
+    """For a local source, log the expected peak memory and whether weights will be dequantized."""
     is_hf = reader is FORMATS["hf"]
     if is_hf and local_folder(source, CheckpointError) is None:
         return
@@ -205,7 +205,7 @@ def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize
 
 
 def _roundings(model: CausalLM, to: str, arrays: LazyArrays) -> tuple[str, ...]:
-    """Describe the tensors that the format scales by a factor and rounds to less than float32 precision."""
+    """Describe the tensors that the target format scales and that are rounded to a dtype narrower than float32."""
     factor = model.config.folded()[1] if to == "hf" else 1.0
     floats = {array.dtype for array in arrays.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
     if (dtypes := floats - {np.dtype(np.float32)}) and math.frexp(factor)[0] != 0.5:
@@ -218,15 +218,17 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
         raise ValueError(f"--to {to}: choose one of {', '.join(FORMATS)}")
     check_quantize_options(quantize, keep_quantized=False)
     if scan and to == "hf":
-        raise ValueError("--scan: the Hugging Face layout stores each layer's tensors separately: omit --scan")
+        raise ValueError("--scan is not supported for hf, which stores each layer's tensors separately: omit --scan")
     if quantize is not None and to == "maxtext":
-        raise ValueError("--quantize: the MaxText layout stores floats only: omit it, or convert to hf or orbax")
+        raise ValueError(
+            "--quantize is not supported for maxtext, which stores floats only: omit it, or convert to hf or orbax"
+        )
     if verify and jax.process_count() > 1:
         raise ValueError("--verify requires a single process: run it on one machine with access to the files")
 
 
 def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> CausalLM:
-    """Dequantize the model if MaxText or a new quantization requires floats, then apply ``quantize`` if given."""
+    """Dequantize the model if the target format or ``quantize`` requires floats, then apply ``quantize`` if set."""
     if quantized_kernels(model) and (quantize is not None or to == "maxtext"):
         say("dequantizing the kernels of %s", model.load_report.source if model.load_report else "the model")
         model = dequantize(model)
@@ -261,7 +263,11 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
     peak_bytes, (limit, limit_name) = sum(sizes) + 2 * max(sizes), memory_bytes()
     say("%d arrays; expected peak memory %s plus the program itself", len(arrays), bytes_text(peak_bytes))
     if peak_bytes > limit:
-        logger.warning("this exceeds the %s of %s: pass --mesh or use a larger machine", bytes_text(limit), limit_name)
+        logger.warning(
+            "peak memory exceeds the %s of %s: pass --mesh or use a larger machine",
+            bytes_text(limit),
+            limit_name,
+        )
 
 
 def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:
@@ -269,7 +275,7 @@ def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:
     with writer.read(target, False) as files, bytes_bar(sum(a.nbytes for a in arrays.values()), "verifying") as bar:
         if mismatches := sorted(files.keys() ^ arrays.keys()):
             raise CheckpointError(
-                f"{target}: {mismatches[0]} is not in both files and model: delete the folder and retry"
+                f"{target}: {mismatches[0]} is missing in the files or in the model: delete the folder and retry"
             )
         for name, array in arrays.items():
             expected, actual = np.asarray(array, order="C"), np.asarray(files[name], order="C")
@@ -286,7 +292,7 @@ def _logits(model: CausalLM) -> np.ndarray:
 
 
 def _difference(expected: np.ndarray, actual: np.ndarray, target: str, roundings: tuple[str, ...]) -> float:
-    """Return the largest difference between logits. Raises CheckpointError if ``roundings`` do not explain it."""
+    """Return the largest difference between logits. Raises CheckpointError if it exceeds the tolerance."""
     is_different = ~((actual == expected) | (np.isnan(actual) & np.isnan(expected)))
     with np.errstate(invalid="ignore"):
         difference = float(np.max(np.abs(actual - expected), initial=0, where=is_different))

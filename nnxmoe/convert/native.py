@@ -1,8 +1,8 @@
-"""The native checkpoint format: parameters as an Orbax checkpoint, plus the small files of a Hugging Face folder.
+"""Native checkpoint format: an Orbax checkpoint of the parameters, with config.json and the tokenizer files.
 
-A folder contains ``config.json``, ``nnxmoe.json`` (the version of this format and the quantized kernels) and
-``parameters/``. The parameters are a nested dict with names such as ``layers/3/attention/q/kernel``. In the scanned
-form, the layers of a stack are one array, such as ``stacks/0/attention/q/kernel``, with the layers on axis 0.
+A folder contains ``config.json``, ``nnxmoe.json`` (format version and list of quantized kernels) and ``parameters/``.
+The parameters are a nested dict with names such as ``layers/3/attention/q/kernel``. In the scanned form, each stack
+of layers is one array, such as ``stacks/0/attention/q/kernel``, with the layers on axis 0.
 """
 
 import os
@@ -42,9 +42,9 @@ def layout(model: CausalLM, scan_layers: bool, query: ValueChange = UNCHANGED) -
     """Return the `ArrayLayout` of every stored array, by name.
 
     Args:
-        model: Model with or without values.
-        scan_layers: Whether the layers of a stack are one array.
-        query: Change of the query projections' values.
+        model: Model, which may be abstract (shapes only).
+        scan_layers: Whether each stack of layers is stored as one array.
+        query: Change of the query projections' values, for example to fold the query scale.
     """
     layouts: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
@@ -75,7 +75,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     Args:
         model: Model to save.
         folder: New or empty folder.
-        scan_layers: Whether to store the layers of a stack as one array. Scanned models load this form faster. Defaults
+        scan_layers: Whether to store each stack of layers as one array. Scanned models load this form faster. Defaults
             to True for scanned models.
 
     Raises:
@@ -98,7 +98,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
 def load(
     folder: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> CausalLM:
-    """Load a model that `save` wrote. The mesh and the stacking may differ from the saved model.
+    """Load a model that `save` wrote. The saved model may have had a different mesh and stacking.
 
     Args:
         folder: Folder that `save` wrote.

@@ -1,6 +1,6 @@
 """Convert the metadata of a GGUF file to the fields of a config.json.
 
-Sources: the converter and the readers of llama.cpp. Fields that GGUF files do not store are derived from the tensors.
+Sources: llama.cpp's conversion script and model loader. Fields that GGUF files lack are derived from the tensors.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _NO_GROUPS |= {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "n_sha
 _NEEDED = {"expert_count", "expert_used_count", "attention.kv_lora_rank", "attention.sliding_window", *_WIDTH}
 _LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
 
-# Architecture of llama.cpp -> (model_type, keys in addition to _COMMON, llama.cpp's defaults for absent keys).
+# llama.cpp's architecture name -> (model_type, keys in addition to _COMMON, llama.cpp's defaults for missing keys).
 _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "qwen2": ("qwen2", {}, {}),
@@ -60,7 +60,7 @@ _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
-# Keys that follow from other keys or from the tensors, and keys that affect no computation.
+# Keys that are redundant with other keys or the tensors, and keys that do not affect the computation.
 _IMPLIED = {
     *("vocab_size", "tensor_data_layout", "rope.dimension_count", "expert_gating_func", "attention.causal"),
     *("attention.key_length", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla"),
@@ -75,7 +75,7 @@ _IMPLIED = {
     *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "finetuned", "alpha")),
     *(f"rope.scaling.{name}" for name in ("yarn_attn_factor", "yarn_ext_factor")),
 }
-# Keys that change results in a way that no config above supports, unless the value is 0.
+# Keys of features that no architecture above supports. The value 0 disables the feature and is accepted.
 _REFUSED = {
     *("attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "attention.sliding_window"),
     *("attention.key_length_swa", "attention.value_length_swa", "attention.sliding_window_pattern"),
@@ -86,19 +86,19 @@ _REFUSED = {
     *("embedding_length_per_layer_input", "activation_sparsity_scale", "expert_chunk_feed_forward_length"),
     *("n_deepstack_layers", "ssm.conv_kernel"),
 }
-# Keys that change results in a way that no config above supports, unless the value is 0 or 1.
+# Keys of features that no architecture above supports. The values 0 and 1 disable the feature and are accepted.
 _REFUSED_FACTORS = {
     *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale"),
     *("expert_group_scale", "moe_every_n_layers", "interleave_moe_layer_step"),
 }
-# Model type -> llama.cpp's number of the router's scoring function. 0 means that the file does not set the function.
+# Model type -> llama.cpp's enum value of the router's scoring function. Files may also store 0 (not set).
 _GATES = {"mixtral": 1, "qwen3_moe": 1, "olmoe": 1, "gpt_oss": 3, "glm4_moe": 2}
 
 
 def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (fields of config.json, notes on metadata without effect).
+    """Return (fields of config.json, notes on unused metadata).
 
-    Raises CheckpointError for unsupported architectures and metadata, and for missing keys.
+    Raises CheckpointError if the architecture or a metadata value is not supported, or if a key is missing.
     """
     name = model.text("general.architecture")
     if name not in _READ:
@@ -135,7 +135,7 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _refuse(model: GGUF, name: str, family: str, metadata: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for metadata that changes results and that the model type's config cannot express."""
+    """Raise CheckpointError if metadata affects the model's outputs but has no equivalent in config.json."""
     for key, value in sorted(metadata.items()):
         values = set(value) if isinstance(value, tuple) else {value}
         is_neutral = (
@@ -159,7 +159,7 @@ def _alternates(pattern: Any) -> bool:
 
 
 def _add_defaults(family: str, fields: dict[str, Any]) -> None:
-    """Add llama.cpp's defaults for missing keys, and replace zeros that mean "not used" with neutral values."""
+    """Add llama.cpp's defaults for missing keys, and replace zeros that mean "disabled" with neutral values."""
     fields.setdefault("rope_theta", 10_000.0)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     for field, neutral_value in {
@@ -175,9 +175,9 @@ def _add_defaults(family: str, fields: dict[str, Any]) -> None:
 
 
 def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (fields of generation_config.json, notes on metadata without effect).
+    """Return (fields of generation_config.json, notes on unused metadata).
 
-    The fields are special tokens and recommended sampling parameters.
+    The fields are the ids of special tokens and the recommended sampling parameters.
     """
     ids, prefix = special_ids(model), "general.sampling."
     names = {"bos": "bos_token_id", "padding": "pad_token_id"}
@@ -193,9 +193,9 @@ def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _one(model: GGUF, key: str, value: Any) -> Any:
-    """Convert a number, or equal numbers per layer, to a single number. Floats have the shortest decimal form.
+    """Return the value of a key as a scalar. A value per layer is reduced to its common value.
 
-    Raises CheckpointError if the numbers differ between layers.
+    Floats are converted with `shortest`. Raises CheckpointError if the values differ between layers.
     """
     if isinstance(value, tuple):
         if len(set(value)) != 1:
@@ -205,7 +205,7 @@ def _one(model: GGUF, key: str, value: Any) -> Any:
 
 
 def _add_shapes(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Add the fields that follow from the tensors, and the widths that llama.cpp stores as sums."""
+    """Add the fields that are derived from the tensors, and the head sizes."""
     embed = model.tensors.get("token_embd.weight")
     if embed is None or len(embed.values) != 2:
         raise model.error("tensor token_embd.weight is missing or not a matrix: the file contains no language model")
@@ -224,10 +224,10 @@ def _add_shapes(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]
 
 
 def _add_width(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Add the head width. Rotary embeddings cover the whole head, except in GLM-4."""
+    """Add the head size. Only GLM-4 may apply rotary embeddings to a part of the head."""
     family, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
     if not all(type(size) is int and size > 0 for size in (hidden, heads)):
-        return  # the config raises an error for these sizes
+        return  # the config's validation rejects these sizes
     width = metadata.get("attention.key_length", hidden // heads)
     rotated_width, value_width = (
         metadata.get("rope.dimension_count", width),
@@ -238,7 +238,9 @@ def _add_width(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any])
         sizes = (
             f"key_length {short(width)}, value_length {short(value_width)}, rope.dimension_count {short(rotated_width)}"
         )
-        raise model.error(f"heads with {sizes} are not supported for {family} of width {hidden} with {heads} heads")
+        raise model.error(
+            f"heads with {sizes} are not supported for {family} of hidden size {hidden} with {heads} heads"
+        )
     if family not in ("qwen2", "olmoe"):
         fields["head_dim"] = width
     if family == "glm4_moe" and width:
@@ -254,10 +256,10 @@ def _add_latent(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]
     if not all(type(size) is int for size in (rotated_width, width, value_width)):
         raise model.error("deepseek2 requires rope.dimension_count, attention.key_length and attention.value_length")
     fields |= {"qk_nope_head_dim": width - rotated_width, "qk_rope_head_dim": rotated_width, "v_head_dim": value_width}
-    fields |= {"num_key_value_heads": heads}  # the file has 1, because llama.cpp computes in the latent space
+    fields |= {"num_key_value_heads": heads}  # the file stores 1, because llama.cpp attends in the latent space
     has_correction = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
-    # Older files of GLM-4.7-Flash, a model with sigmoid routers, lack the key. As in llama.cpp, the number of layers
-    # and the vocabulary size identify this model.
+    # Older files of GLM-4.7-Flash lack the key, although the model has sigmoid routers. Like llama.cpp, recognize the
+    # model by its number of layers and its vocabulary size.
     is_glm_flash = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
     scoring_function = metadata.get("expert_gating_func") or (2 if is_glm_flash else 1)
     if scoring_function not in (1, 2) or (scoring_function == 1 and has_correction):

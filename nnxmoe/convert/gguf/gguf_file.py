@@ -1,8 +1,8 @@
-"""Read the headers of GGUF files, llama.cpp's format: metadata and the location of each tensor.
+"""Read the headers of GGUF files (llama.cpp's format): the metadata and the location of each tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. This module checks all sizes against the file size
-before it allocates memory. The reader of the ``gguf`` library maps the file into memory and does not terminate if a
-count is wrong (gguf 0.19). The ``gguf`` library defines the tensor types and dequantizes tensors.
+before it allocates memory. The ``gguf`` library supplies only the tensor types and the dequantization. Its own reader
+memory-maps the file and does not terminate if a count is wrong (gguf 0.19).
 """
 
 import functools
@@ -25,9 +25,9 @@ from nnxmoe.runtime.extras import install_command
 MAX_HEADER = 256_000_000  # bytes; Gemma's vocabulary takes 6 MB
 _MAX_TENSORS = 250_000
 _MAX_FIELDS = 65_536
-_MAX_NAME = 1_024  # bytes of a key, or of a tensor's name
+_MAX_NAME = 1_024  # bytes in a metadata key or a tensor name
 _MAX_RANK = 4
-_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # type -> code of struct
+_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # type -> struct format
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -36,10 +36,10 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 class GGUFInfo(TensorInfo):
     """Location of a tensor in a GGUF file.
 
-    If the type is not a dtype of NumPy or ml_dtypes, ``dtype`` is ``U8`` and ``shape`` counts bytes per row.
+    For types without a NumPy or ml_dtypes dtype, ``dtype`` is ``U8`` and the last dimension of ``shape`` counts bytes.
 
     Attributes:
-        kind: Type of the tensor, such as ``Q4_K``.
+        kind: GGML type of the tensor, such as ``Q4_K``.
         values: Shape of the dequantized tensor.
     """
 
@@ -47,19 +47,19 @@ class GGUFInfo(TensorInfo):
     values: tuple[int, ...] = ()
 
     def at(self, index: int) -> Self:
-        """Return the location of the slice at an index of the first dimension."""
+        """Return the location of one slice along the first dimension."""
         return replace(super().at(index), values=self.values[1:])
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """Headers of a model in GGUF files.
+    """Merged headers of a model stored in one or several GGUF files.
 
     Attributes:
         file: Path that was opened.
-        files: Paths of all splits.
+        files: Paths of all splits, in order.
         fields: Metadata by key.
-        tensors: Locations of the tensors, by llama.cpp's names.
+        tensors: Tensor locations by llama.cpp name.
     """
 
     file: Path
@@ -69,7 +69,7 @@ class GGUF:
 
     @classmethod
     def open(cls, file: Path) -> "GGUF":
-        """Read the header of a file. If the file is a split, also read the other splits in the folder.
+        """Read the header of a file. If the file is one of several splits, also read the headers of the other splits.
 
         Raises CheckpointError if a file is malformed or missing.
         """
@@ -80,7 +80,7 @@ class GGUF:
             if (header.get("split.no", 0), header.get("split.count", 1) or 1) != (number, len(files)):
                 text = f"split.no {short(header.get('split.no', 0))}, split.count {short(header.get('split.count', 1))}"
                 raise CheckpointError(
-                    f"{path}: {text}, but its name says {number} of {len(files)}: restore the original name"
+                    f"{path}: {text}, but its name implies split.no {number} of {len(files)}: restore the original name"
                 )
             if duplicates := sorted(tensors.keys() & infos.keys()):
                 raise _damaged(path, f"tensor {short(duplicates[0])} is also in another split")
@@ -93,11 +93,11 @@ class GGUF:
         return cls(file, tuple(files), fields, tensors)
 
     def error(self, message: str) -> CheckpointError:
-        """Return an error whose message starts with the path of the file."""
+        """Return a CheckpointError whose message starts with the path of the file."""
         return CheckpointError(f"{self.file}: {message}")
 
     def text(self, key: str) -> str:
-        """Return the metadata of a key. Raises CheckpointError unless it is text."""
+        """Return a metadata string. Raises CheckpointError if the key is missing or its value is not a string."""
         value = self.fields.get(key)
         if not isinstance(value, str):
             raise _damaged(self.file, f"{key} must be text, got {short(value)}")
@@ -133,9 +133,9 @@ def _splits(file: Path) -> list[Path]:
 
 
 class _Reader:
-    """Sequential reader of numbers and strings.
+    """Sequential reader of the numbers and strings in a GGUF header.
 
-    Raises CheckpointError on a read beyond the end of the file or MAX_HEADER.
+    Reading beyond the end of the file or beyond MAX_HEADER bytes raises CheckpointError.
     """
 
     def __init__(self, path: Path, size: int, file: Any) -> None:
@@ -157,7 +157,7 @@ class _Reader:
     def string(self, what: str, most: int = MAX_HEADER) -> str:
         (length,) = self.numbers("Q", 1, what)
         if length > most:
-            raise _damaged(self.path, f"{what} has a length of {length}, but at most {most} are allowed")
+            raise _damaged(self.path, f"{what} has a length of {length}, but at most {most} bytes are allowed")
         return self.take(length, what).decode("utf-8", errors="replace")
 
     def value(self, kind: int, what: str, inside: bool = False) -> Any:
@@ -224,7 +224,7 @@ def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], M
 def _located(
     path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
 ) -> dict[str, GGUFInfo]:
-    """Locate the tensors. As in llama.cpp, the data must be in header order, without gaps except for padding."""
+    """Compute the tensor locations. As in llama.cpp, the data must be in header order, without gaps except padding."""
     types, sizes = library().GGMLQuantizationType, library().GGML_QUANT_SIZES
     tensors, position = dict[str, GGUFInfo](), 0
     for name, shape, type_number, offset in entries:

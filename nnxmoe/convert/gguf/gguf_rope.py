@@ -1,4 +1,4 @@
-"""Convert the rotary embeddings in a GGUF file's metadata to the rope fields of a config.json."""
+"""Convert the rope metadata of a GGUF file to the rope fields of a config.json."""
 
 import math
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ def shortest(value: Any) -> Any:
 def rope_fields(model: GGUF, name: str, metadata: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Return the rope fields of config.json.
 
-    Missing keys have llama.cpp's defaults: linear scaling by a factor of 1. llama.cpp stores Llama 3's scaling as one
-    factor per frequency, in the tensor ``rope_freqs.weight``.
+    Missing keys default to linear scaling with factor 1, as in llama.cpp. llama.cpp stores Llama 3's scaling in the
+    tensor ``rope_freqs.weight``, with one factor per frequency.
 
     Args:
         model: Headers of the file.
-        name: Architecture in llama.cpp.
-        metadata: Metadata of the architecture, by key without the prefix.
+        name: llama.cpp's architecture name.
+        metadata: Metadata of the architecture, by key without the prefix ``{name}.``.
         theta: Base of the rotary frequencies.
     """
     scaling = {
@@ -58,7 +58,7 @@ def rope_fields(model: GGUF, name: str, metadata: Mapping[str, Any], theta: floa
 
 
 def _refuse_unused(scaling_type: str, scaling: Mapping[str, Any], refuse: Any) -> None:
-    """Call ``refuse`` for values that change results in a way that no rope of nnxmoe supports."""
+    """Call ``refuse`` for scaling parameters that affect the outputs but are not supported."""
     if scaling_type != "yarn" and scaling.get("attn_factor", 1) != 1:
         refuse("attn_factor", scaling["attn_factor"], f" with type {scaling_type}")
     if scaling.get("alpha"):
@@ -81,7 +81,7 @@ def _yarn(name: str, factor: float, scaling: Mapping[str, Any], refuse: Any) -> 
         attention_factor = 1.0
     elif log_multiplier:
         refuse("yarn_log_multiplier", log_multiplier)
-    # The converter stores transformers' attention_factor. llama.cpp replaces a different value with its own value.
+    # llama.cpp's converter writes transformers' attention_factor. llama.cpp overrides values that differ from its own.
     if not math.isclose(scaling.get("yarn_attn_factor", attention_factor), attention_factor, rel_tol=1e-5):
         if scaling["yarn_attn_factor"] != 1:
             refuse("yarn_attn_factor", scaling["yarn_attn_factor"])

@@ -1,7 +1,7 @@
 """Convert the tokenizer in a GGUF file's metadata to the content of tokenizer.json and tokenizer_config.json.
 
-Sources: llama.cpp's ``llama-vocab.cpp`` for the regular expressions that split a text before the merges, and the
-models' tokenizer.json files.
+Sources: llama.cpp's ``llama-vocab.cpp`` for the regular expressions of the pre-tokenizers, and the models'
+tokenizer.json files.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from nnxmoe.convert.gguf.gguf_file import GGUF
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # token types; _OWN is user-defined: matched as a whole, but not special
+_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # token types; user-defined (_OWN) tokens are not special
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEY = "tokenizer.ggml."
 
@@ -53,7 +53,7 @@ _KIMI = [
         r"\p{M}]", r"\p{M}" + _NOT_HAN
     )
 ]
-# Value of tokenizer.ggml.pre -> regular expressions that split a text, applied in order.
+# Value of tokenizer.ggml.pre -> regular expressions of the pre-tokenizer, applied in order.
 _SPLITS: dict[str, list[str]] = {
     "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "trillion", "phi-2", "exaone4", "gigachat", "mellum"), _GPT2),
@@ -73,13 +73,13 @@ _SPLITS: dict[str, list[str]] = {
     **{"tekken": _TEKKEN, "deepseek-llm": _DEEPSEEK, "deepseek-coder": _DEEPSEEK_CODER, "kimi-k2": _KIMI},
     **{"qwen35": _QWEN35, "seed-coder": _SEED, "viking": [*_SENTENCES, r"\p{N}"]},
 }
-# These tokenizers do not merge words that are in the vocabulary (ignore_merges), and add a token at the start of a text
+# Tokenizers that map a word in the vocabulary directly to its token (ignore_merges), and that prepend the BOS token
 # unless the file disables it.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 # Value of tokenizer.ggml.model -> default ids of special tokens.
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
-# Tokens that end an answer in every file that contains them, regardless of their type. A file's metadata specifies at
-# most two of these tokens.
+# End-of-generation tokens, recognized by their text and regardless of their type, because a file's metadata may not
+# list all of them.
 _ENDS = {
     *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
@@ -97,7 +97,7 @@ _ENDS = {
 def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
     """Return the content of the tokenizer files by file name.
 
-    Raises CheckpointError for unsupported and malformed tokenizers.
+    Raises CheckpointError if the tokenizer is not supported or malformed.
     """
     tokens, token_types = _texts(model, "tokens"), model.fields.get(f"{_KEY}token_type", ())
     if len(token_types) not in (0, len(tokens)):
@@ -105,7 +105,7 @@ def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
     tokenizer_type, split = model.text(f"{_KEY}model"), model.fields.get(f"{_KEY}pre", "default")
     if tokenizer_type == "gpt2":
         if f"{_KEY}pre" not in model.fields:
-            logger.warning("%s has no tokenizer.ggml.pre: texts are split by llama.cpp's default rule", model.file)
+            logger.warning("%s has no tokenizer.ggml.pre: using llama.cpp's default pre-tokenizer", model.file)
         components = _byte_level(model, tokens, split)
     elif tokenizer_type == "llama":
         components = _sentencepiece(model, tokens)
@@ -141,10 +141,10 @@ def _texts(model: GGUF, key: str) -> tuple[str, ...]:
 
 
 def special_ids(model: GGUF) -> dict[str, int]:
-    """Return the ids of special tokens set by the file or its format.
+    """Return the special token ids in the metadata, with the defaults of the tokenizer type.
 
     The keys are ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding``. The default ids of byte-level
-    vocabularies are Falcon's ids, and apply only if the token is a control token.
+    vocabularies are Falcon's. They apply only if the token is a control token.
     """
     tokens, token_types = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
     tokenizer_type = model.fields.get(f"{_KEY}model")
@@ -161,19 +161,19 @@ def special_ids(model: GGUF) -> dict[str, int]:
 
 
 def end_ids(model: GGUF) -> list[int]:
-    """Return the ids that end an answer: the ids set by the file, followed by the ids of well-known end tokens."""
+    """Return the token ids that end generation: the ids in the metadata, then the ids of well-known end tokens."""
     tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
     ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
     texts = _ENDS & set(tokens)
     if texts >= {"<|call|>", "<|return|>"} or texts >= {"<|calls|>", "<|flush|>"}:
-        texts -= {"<|end|>"}  # in these formats, <|end|> ends a message within an answer
+        texts -= {"<|end|>"}  # in these formats, <|end|> ends a message but not the turn
     if "<|tool_response>" in texts:
         texts -= {"</s>"}
     return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
 
 
 def _added(model: GGUF, tokens: tuple[str, ...], token_types: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the tokens to match before a text is split. In Phi-3, a match includes the spaces after the token."""
+    """Return the ``added_tokens``, which are matched before pre-tokenization. Phi-3's also match trailing spaces."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
     ends, types = set(end_ids(model)), token_types or (1,) * len(tokens)
@@ -189,7 +189,7 @@ def _added(model: GGUF, tokens: tuple[str, ...], token_types: tuple[int, ...]) -
 
 
 def _end(model: GGUF, tokens: tuple[str, ...], key: str) -> str:
-    """Return the ``bos`` or ``eos`` token. Raises CheckpointError if neither the file nor its format defines it."""
+    """Return the ``bos`` or ``eos`` token. Raises CheckpointError if no id is defined, not even by default."""
     default = _DEFAULT_IDS[model.text(f"{_KEY}model")][key]
     if (number := special_ids(model).get(key)) is None:
         if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe") or default >= len(tokens):
@@ -216,7 +216,7 @@ def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
 def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, Any]:
     if split not in _SPLITS:
         raise model.error(
-            f"{_KEY}pre {short(split)}, the rule for splitting texts, is not supported: load the tokenizer from the "
+            f"{_KEY}pre {short(split)}, the pre-tokenizer, is not supported: load the tokenizer from the "
             "model's original folder with nnxmoe.Tokenizer.from_pretrained"
         )
     patterns, merges = _SPLITS[split], _texts(model, "merges")
@@ -262,10 +262,10 @@ def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[str]]:
-    """Return the pairs that form tokens, best score first, and longest first among equal scores.
+    """Return the BPE merges by descending score of the merged token. Among equal scores, longer tokens come first.
 
     llama.cpp merges the leftmost of several pairs with equal scores, which ``tokenizers`` does not support.
-    SentencePiece's scores are distinct.
+    SentencePiece assigns distinct scores.
     """
     pairs = [
         (text[:position], text[position:], scores[number])
@@ -281,7 +281,7 @@ def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[st
 
 
 def _with_ends(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the post-processor that adds a first and a last token to a text."""
+    """Return the post-processor that adds the BOS and EOS tokens, if set, to a text or a pair of texts."""
 
     def template(sequence_ids: list[tuple[str, int]]) -> list[dict[str, Any]]:
         sequences = [{"Sequence": {"id": name, "type_id": type_id}} for name, type_id in sequence_ids]
