@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()
-    loading.sampling_of(options)  # raise for invalid values before the model is loaded
+    loading.sampling_of(options)  # raises for invalid values before the model is loaded
     model, tokenizer = loading.load(options)
     sampling = loading.sampling_of(options, nnxmoe.Sampling.from_checkpoint(model))
     system_messages = [{"role": "system", "content": options.system}] if options.system else []

@@ -30,11 +30,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_quantize(parser)
     add("--adapter-only", action="store_true", help="write the unmerged adapter in PEFT's format")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
-    add("--split-rank", action="store_true", help="divide the rank of experts' adapters by the experts per token")
+    add(
+        "--split-rank",
+        action="store_true",
+        help="divide the rank of expert adapters by the experts per token",
+    )
     length = parser.add_mutually_exclusive_group().add_argument
     length("--steps", type=count, metavar="N", help="total number of training steps (default 200)")
     length("--epochs", type=count, metavar="N", help="passes over the data, instead of --steps")
-    add("--warmup", type=int, metavar="N", help="steps until the peak learning rate (default: a tenth)")
+    add("--warmup", type=int, metavar="N", help="warmup steps (default: a tenth of all steps, at most 100)")
     add("--preferences", action="store_true", help="train with DPO on chosen and rejected completions")
     add(
         "--beta",

@@ -30,7 +30,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue ('-' reads stdin)")
-    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="PROMPT as an option: --prompt=-5")
+    prompt.add_argument(
+        "--prompt",
+        dest="prompt",
+        metavar="PROMPT",
+        help="the prompt, if it starts with a dash: --prompt=-5",
+    )
     add_sampling(parser, 64, "0")
     add_draft(parser)
     prompt.add_argument(
@@ -50,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="stop before this text; may be repeated",
     )
     add("--json-schema", metavar="FILE", help="constrain the output to JSON of this schema (needs the extra serve)")
-    group = parser.add_argument_group("output as JSON lines, always with --prompts")
+    group = parser.add_argument_group("print JSON lines (always on with --prompts)")
     add = group.add_argument
     add("--samples", type=count, default=1, metavar="N", help="samples of each prompt (default 1)")
     add("--logprobs", type=natural, metavar="N", help="output log-probabilities, also of the N most likely tokens")

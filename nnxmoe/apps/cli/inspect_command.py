@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_memory(summary: "Summary", batch: int, context: int, shards: list[str]) -> None:
-    """Print the memory of weights and cache, and without ``shards`` whether this machine has enough memory."""
+    """Print the memory of weights and cache. Without ``shards``, also print whether this machine has enough."""
     from nnxmoe.runtime.memory import memory_bytes
 
     total, (memory, device) = summary.needed(batch, context), memory_bytes()
@@ -87,7 +87,7 @@ def _print_memory(summary: "Summary", batch: int, context: int, shards: list[str
 
 
 def _print_sizes(summary: "Summary", batch: int, context: int, step_bytes: float) -> None:
-    """Print the bytes read per token, the GPUs that fit the model with their decoding speed, and parameter counts.
+    """Print bytes read per token, parameter counts, and the decoding speed of each GPU that fits the model.
 
     Args:
         step_bytes: Bytes that one decoding step reads.

@@ -102,7 +102,7 @@ def quantize_method(options: argparse.Namespace) -> Any:
 
 
 def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = GREEDY) -> nnxmoe.Sampling:
-    """Return ``default`` with the fields that the options set. Logs which options have no effect."""
+    """Return ``default`` updated with the sampling options. Logs options that have no effect."""
     changes = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     sampling = dataclasses.replace(default, **changes)
     if sampling.temperature == 0:

@@ -104,7 +104,7 @@ class DraftChoice(NamedTuple):
 
     Attributes:
         source: prompt, mtp or auto.
-        drafts: Drafts per step. `None` if the option does not set it.
+        drafts: Drafted tokens per step. `None` if the option does not set it.
     """
 
     source: str

@@ -191,7 +191,7 @@ def _import_modules(names: Sequence[str]) -> None:
             raise ValueError(f"--import {name}: file not found")
         folder = os.getcwd() if path is None else str(path.parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # never removed, since the module may later import files in its folder
+            sys.path.insert(0, folder)  # stays on the path because the module may later import files from its folder
         try:
             module = importlib.import_module(name if path is None else path.stem)
         except Exception as error:  # a user's module may raise any exception

@@ -17,7 +17,7 @@ EXAMPLE = "plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on
 
 RATES = {"flops": "operations per second", "memory": "bytes"}
 RATES |= dict.fromkeys(("bandwidth", "link", "network"), "bytes per second")
-RATES |= {"efficiency": "share of the peak, 0 to 1"}
+RATES |= {"efficiency": "fraction of the peak, 0 to 1"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--buffer-factor", type=float, metavar="F", help=help_text)
     help_text = "exchange tokens with experts in N chunks (default: enough that buffers hold 8 x the balanced load)"
     add("--chunks", type=count, metavar="N", help=help_text)
-    help_text = "microbatches of the pipeline of --mesh pipe=…; a multiple of its stages"
+    help_text = "pipeline microbatches, a multiple of the stages (with --mesh pipe=…)"
     add("--microbatches", type=count, metavar="M", help=help_text)
     add("--no-remat", dest="remat", action="store_false", help="store all activations for the backward pass")
     help_text = "mesh axes that shard a parameter axis, such as embed=fsdp+expert"
@@ -56,7 +56,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--node-copies", action="store_true", help=help_text)
     help_text = "train only adapters of this rank and freeze the weights (arithmetic only)"
     add("--lora", type=count, default=0, metavar="R", help=help_text)
-    add("--split-rank", action="store_true", help="divide the rank of experts' adapters by the experts per token")
+    add(
+        "--split-rank",
+        action="store_true",
+        help="divide the rank of expert adapters by the experts per token",
+    )
     add_quantize(parser, keep=False)
     add("--compute", choices=["bf16", "fp8"], default="bf16", help="dtype of matrix products (arithmetic only)")
     add(
@@ -82,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     from nnxmoe.apps.planning.work import Work
     from nnxmoe.sharding_rules import RULES
 
-    jax.config.update("jax_platforms", "cpu")  # plans need no device, and plugins without a device print errors
+    jax.config.update("jax_platforms", "cpu")  # plans need no device, and JAX plugins print errors without one
     _check(options)
     rates = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
     work = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
@@ -124,7 +128,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any], work: dict[str, Any]) -> str:
-    """Describe the smallest mesh that fits the model with 2, 4, 8 or 16 times ``--devices``."""
+    """Describe the smallest mesh of 2, 4, 8 or 16 times ``--devices`` devices that fits the model."""
     from nnxmoe.apps.planning.printing import axes_text
 
     for factor in (2, 4, 8, 16):

@@ -35,7 +35,7 @@ class HarnessLM(TemplateLM):
         slots: Number of answers generated concurrently.
         max_length: Maximum number of tokens of context and continuation together. Defaults to the model's
             ``max_position_embeddings``.
-        seed: Seed of all answers.
+        seed: Random seed for sampled answers.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HarnessLM(TemplateLM):
             pairs.append((ids[:split], ids[split:]))
         for request, text_score in zip(requests, score(self.model, pairs), strict=True):
             results.append((text_score.total, bool(text_score.greedy.all())))
-            if request[0] is not None:  # None marks a window of a longer text
+            if request[0] is not None:  # None: the text is one window of a longer text
                 self.cache_hook.add_partial("loglikelihood", request[0], results[-1])
         return results
 

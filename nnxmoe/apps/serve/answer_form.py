@@ -1,4 +1,4 @@
-"""The form of an answer: reasoning, text and tool calls, and the grammar that enforces the form."""
+"""Structure of an answer (reasoning, text, tool calls), and the grammar that enforces it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from nnxmoe.generation.grammar import Grammar
 
 @dataclasses.dataclass(frozen=True)
 class AnswerForm:
-    """Parts that an answer may have.
+    """Structure of an answer: whether it may contain reasoning and tool calls, and in which format.
 
     Attributes:
-        reasoning: Tags of the reasoning, or `None`.
+        reasoning: Tags around the reasoning, or `None` for answers without tagged reasoning.
         calls: Tools that the answer may call, or `None`.
         harmony: Whether the answer uses the channels of the harmony format.
         tokens: Ids of the special tokens in tags and calls. Grammars refer to these tokens by id. The decoded
@@ -31,13 +31,13 @@ class AnswerForm:
 
     @classmethod
     def of(cls, template: str, prompt: str, calls: ToolOptions | None, symbols: Mapping[str, int]) -> "AnswerForm":
-        """Return the form of answers for a chat template.
+        """Determine the structure of answers from a chat template.
 
         Args:
             template: The chat template.
             prompt: End of the rendered chat.
             calls: Tools of the request, or `None`.
-            symbols: Ids of the tokens that grammars refer to by id.
+            symbols: Maps each token that grammars can refer to by id to its id.
         """
         channels = format_of(template) is FORMATS["harmony"]
         tags = None if channels else Reasoning.of(template, prompt)
@@ -63,11 +63,11 @@ class AnswerForm:
         return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
 
     def split(self, text: str, cut: bool = False) -> tuple[AnswerPart, int]:
-        """Split a complete text.
+        """Split a complete answer.
 
         Args:
-            text: The complete text.
-            cut: Whether the text ended at the length limit.
+            text: Text of the answer.
+            cut: Whether the answer was truncated at the length limit.
 
         Returns:
             The parts of the answer, and the number of tool calls.
@@ -80,7 +80,7 @@ class AnswerForm:
         """Create the grammar of answers. It enforces ``form`` and the tool calls that the request requires.
 
         Args:
-            form: Grammar of the text, or `None`.
+            form: Grammar of the content, or `None` for unconstrained content.
             tokenizer: Tokenizer of the model.
 
         Returns:
@@ -102,7 +102,7 @@ class AnswerForm:
         return Grammar.lark(text, tokenizer) if form is None else form.within(text)
 
     def _free(self, calls: ToolOptions, final: str) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the alternatives and rules for answers with text, tool calls or both."""
+        """Return the Lark alternatives and rules for answers that contain text, tool calls or both."""
         form, any_text = calls.format, r"/(.|\n)*/"
         if self.harmony:
             return ["calls", f"{final} {any_text}"], []
@@ -110,7 +110,7 @@ class AnswerForm:
             return ["calls", rf"/\s*([^\s{escaped(form.marks[0])}](.|\n)*)?/"], []
         if form.marks[0] in self.tokens:
             return [f"{any_text} calls?"], []
-        # The mark is plain text. The content ends at the mark, and the calls follow.
+        # The mark that starts a call is ordinary text, so the grammar must exclude it from the content.
         content = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
         rules = [f"SAID: {content}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
         return ["SAID", "until rest"], rules
@@ -151,7 +151,7 @@ class AnswerSplit:
         return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """Return the text that was held back. ``cut`` means that the text ended at the length limit."""
+        """Return the text that was held back. ``cut`` is True if the answer was truncated at the length limit."""
         part = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
         return part if self._calls is None else part.followed_by(self._calls.end(cut))
 

@@ -136,7 +136,7 @@ class _Body:
     """Wrapper around the ``receive`` callable of a request.
 
     Attributes:
-        unread: Whether parts of the body may be unread.
+        unread: Whether part of the body may still be unread.
     """
 
     def __init__(self, receive: Receive, headers: Mapping[bytes, bytes]):
@@ -173,7 +173,7 @@ class Guard:
         """Forward or reject a request. Strips trailing slashes from the path."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        since, status = time.monotonic(), 499  # the client disconnected, unless a response sets the status
+        since, status = time.monotonic(), 499  # 499 (client disconnected) unless a response is sent
         scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0, ""]}
 
         headers = dict(scope["headers"])

@@ -1,6 +1,6 @@
-"""Convert the text of tool-call arguments to values, by the JSON schema of the tool.
+"""Convert the text of tool-call arguments to values, according to the tool's JSON schema.
 
-This applies to formats that write each argument in tags.
+Only call formats that put each argument in tags need this conversion.
 """
 
 import ast
@@ -26,13 +26,13 @@ def value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Convert the text of an argument to a value.
 
     If the schema allows only strings, the value is the text. Otherwise the text is parsed as JSON or as a Python
-    literal. If the schema does not allow the parsed type but allows strings, the value is the text. An example
-    is a postcode of digits with the types string and null.
+    literal. If the schema does not allow the parsed type but allows strings, the value is the text. For example,
+    a postcode of digits stays a string if the schema allows string and null.
 
     Args:
         text: Text of the argument.
-        schema: Schema of the argument.
-        root: Schema that contains ``schema``, for references.
+        schema: JSON schema of the argument.
+        root: JSON schema in which the references of ``schema`` are resolved.
     """
     types = _types(schema, root)
     value = text if is_text(resolved(schema, root)) else _read(text)
@@ -58,12 +58,12 @@ def resolved(schema: Any, root: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def listed(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a resolved schema enumerates, or an empty list."""
+    """Return the values of a resolved schema's ``const`` or ``enum``, or an empty list."""
     return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether a resolved schema allows only strings. Such arguments are written without quotes."""
+    """Return whether a resolved schema allows only strings. Models write string arguments without quotes."""
     values = listed(schema)
     return all(isinstance(value, str) for value in values) if values else schema.get("type") == "string"
 

@@ -1,7 +1,7 @@
 """Tool-call formats of the model families.
 
-`FORMATS` contains the text of a call per family, with placeholders. The patterns of the parser (`CallSplit`)
-and the grammar (`ToolOptions`) are derived from this text.
+`FORMATS` contains a template of a call per family. The patterns of the parser (`CallSplit`) and the grammar
+(`ToolOptions`) are derived from these templates.
 """
 
 import dataclasses
@@ -44,13 +44,13 @@ class ArgumentTags:
 
 @dataclasses.dataclass(frozen=True)
 class CallFormat:
-    """Format of the calls of a family: ``opening``, calls separated by ``between``, and ``closing``.
+    """Tool-call format of a family: ``opening``, the calls separated by ``between``, and ``closing``.
 
     Attributes:
         template_words: Words that identify a chat template of the family.
         marks: Texts that start a call.
-        call: A call, with the placeholders ``NAME``, ``ARGUMENTS``, and for some families ``INDEX`` and
-            ``IDENTIFIER``.
+        call: Template of a call. The placeholders are ``NAME``, ``ARGUMENTS`` and, for some families, ``INDEX``
+            and ``IDENTIFIER``.
         opening: Text before the first call.
         between: Text between two calls.
         closing: Text after the last call, or `None` if the answer ends after the last call.
@@ -86,12 +86,12 @@ class CallFormat:
 
     @functools.cached_property
     def head(self) -> re.Pattern[str]:
-        """Pattern of the text before the arguments of a call, and of the remainder of the previous call."""
+        """Pattern of the text from the end of the previous call to the arguments of the next call."""
         return re.compile(self._between_calls + _pattern(self.before_arguments) + _SPACES)
 
     @functools.cached_property
     def object_head(self) -> re.Pattern[str]:
-        """Pattern of the text before a call that is one JSON object. Any model may write such calls."""
+        """Pattern of the text before a call that is one JSON object. Models of any family may write such calls."""
         prefix, brace, _ = self.before_arguments.partition('{"name"')
         start = _pattern(prefix) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
         return re.compile(self._between_calls + start + r"\s*+(?=\{)")
@@ -118,14 +118,14 @@ class CallFormat:
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
-        """Tags around calls. A tag also ends arguments whose end is missing."""
+        """Tags around calls. A tag also ends arguments that the model did not terminate."""
         around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
         suffix = self.after_arguments.removeprefix("}").strip()
         return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if suffix.startswith("```") else [])]))
 
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
-        """Pattern of the remaining end of a call at the start of a text."""
+        """Pattern that matches the remainder of a call's end at the start of a text."""
         tags = "|".join(map(re.escape, _TAG.findall(self.after_arguments + (self.closing or "")))) or "$."
         brace = r"\s}" if self.is_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
@@ -157,7 +157,7 @@ def _pattern(text: str, newline: str = _SPACES) -> str:
 
 
 def _deepseek(call: str, between: str, *words: str) -> CallFormat:
-    """Create a format of DeepSeek. Its special tokens contain a wide vertical bar."""
+    """Create a DeepSeek format. DeepSeek's special tokens contain a fullwidth vertical bar (U+FF5C)."""
     to_fullwidth = str.maketrans("|", "\uff5c")
     calls_begin, call_begin, call_end, calls_end = (
         f"<|tool▁{name}|>".translate(to_fullwidth) for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")

@@ -36,7 +36,7 @@ class CallPiece(NamedTuple):
 
 
 class AnswerPart(NamedTuple):
-    """Parts of an answer."""
+    """Reasoning, content and tool calls of an answer, or of a piece of an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -67,7 +67,7 @@ class CallSplit:
         self._tools, self._format = tools, tools.format
         self._state: Literal["text", "calls", "arguments"] = "text"
         self._buffer, self.count, self._said = "", 0, False
-        self._space = ""  # white space before text that may not be a call
+        self._space = ""  # white space before text that may be a call
         self._arguments: JsonArguments | TaggedArguments = JsonArguments(())
 
     def put(self, piece: str, final: bool = False, cut: bool = False) -> AnswerPart:
@@ -85,11 +85,11 @@ class CallSplit:
         return result
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """Return the text that was held back, and complete the arguments of a call without an end.
+        """Return the text that was held back, and complete the arguments of an unterminated call.
 
         Args:
-            cut: Whether the text ended at the length limit. If so, arguments stay incomplete, so that clients
-                notice.
+            cut: Whether the answer was truncated at the length limit. If so, arguments stay incomplete, so that
+                clients notice the truncation.
         """
         result = self.put("", final=True, cut=cut)
         rest, self._buffer = self._buffer, ""
@@ -105,7 +105,7 @@ class CallSplit:
     def _is_rest(self, text: str) -> bool:
         """Return whether a text is the end of a call.
 
-        Models may omit a part of the end, or reach the length limit there.
+        Models may omit part of a call's end, or reach the length limit within it.
         """
         form, letters = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
         suffix = form.after_arguments + (form.closing or "")
@@ -154,7 +154,7 @@ class CallSplit:
         return AnswerPart(content=content) if content else None
 
     def _call(self, final: bool) -> AnswerPart | None:
-        """Read the head of a call. At the end of the text, the name of a tool in the request is enough."""
+        """Read the start of a call. At the end of the text, a call without arguments needs only a known name."""
         form = self._format
         if (match := form.head.match(self._buffer)) is None:
             return None
@@ -183,9 +183,9 @@ class CallSplit:
         return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
 
     def _whole(self, final: bool) -> AnswerPart | None:
-        """Read a call that is one JSON object whose fields differ from the format in order or name.
+        """Read a call that is one JSON object, even if its fields differ from the format in order or name.
 
-        At the end of the text, the object may be incomplete if it has the name of a tool in the request.
+        At the end of the text, the object may be incomplete if it names one of the request's tools.
         """
         form = self._format
         if (match := form.object_head.match(self._buffer)) is None:
@@ -220,7 +220,7 @@ class CallSplit:
         return AnswerPart()
 
     def _skip(self) -> AnswerPart | None:
-        """Return the text before the next tag of a call, at the end of the answer."""
+        """At the end of the answer, return the text before the next tag of a call as content."""
         form, text = self._format, self._buffer
         tags = () if form.only_at_start else form.stops if self.count else form.marks
         start = max(1, match.end() if self.count and (match := form.leftover.match(text)) else 1)

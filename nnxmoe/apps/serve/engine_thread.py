@@ -32,7 +32,7 @@ class Sample:
         ids: New ids.
         logprobs: Log-probability per id.
         top: Most likely ids per position, with their log-probabilities.
-        finish: Why the sample is done, or `None`.
+        finish: Why the sample ended, or `None` if it is still running.
         echoed: Number of prompt ids at the start of ``ids``, if the response echoes the prompt.
         start: Index in ``text`` at which the generated text starts.
     """
@@ -66,7 +66,7 @@ class SampleJob:
             thread of the event loop.
         prefix: Prefix that several samples of the prompt share, or `None`.
         keep: Ids of special tokens that the decoded text includes.
-        request: The request of the engine, set once the engine has accepted the job.
+        request: The engine's request for this job. Set once the engine has accepted the job.
     """
 
     ids: tuple[int, ...]
@@ -128,7 +128,7 @@ class EngineThread:
         self._thread.join(seconds)
 
     def _task(self, call: Callable[..., Any], *arguments: Any) -> tuple[Callable[[], None], asyncio.Future[Any]]:
-        """Create a command that runs ``call``, and a future of the result. The future raises `failure` if set."""
+        """Create a command that runs ``call``, and a future for its result. The future raises `failure` if set."""
         future = concurrent.futures.Future[Any]()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Fields of request bodies: drop fields without effect, and report errors with the names that the client used."""
+"""Drop request fields without effect, and report errors with the field names that the client used."""
 
 import difflib
 import re

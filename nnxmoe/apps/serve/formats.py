@@ -57,11 +57,11 @@ class TokenTexts:
         return [BYTE_LEVEL[letter] for letter in key] if key and all(letter in BYTE_LEVEL for letter in key) else None
 
     def stream(self) -> TextStream:
-        """Create a text stream that continues a text."""
+        """Create a text stream for tokens that follow other text."""
         return TextStream(self._tokenizer, context=self._before)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Return the start of each id in a text. Special tokens that the text does not contain have length 0."""
+        """Return the offset of each id's text in ``text``. Special tokens that the text omits have length 0."""
         stream, starts, offset = TextStream(self._tokenizer, skip_special_tokens=False), list[int](), 0
         for token in ids:
             starts.append(offset)
@@ -78,9 +78,9 @@ class CompletionFormat:
     """Format of ``/v1/completions``.
 
     Attributes:
-        texts: Texts of tokens.
-        logprobs: Number of most likely tokens to report, or `None`.
-        places: Maps a sample to the stream of new text and the current text length.
+        texts: Texts of single tokens.
+        logprobs: Number of most likely tokens to report per position. `None` reports no log-probabilities.
+        places: Maps the index of a sample to its text stream and the length of its text so far.
     """
 
     texts: TokenTexts
@@ -119,7 +119,7 @@ class CompletionFormat:
         return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **offsets}
 
     def _offsets(self, index: int, sample: Sample) -> list[int]:
-        """Return the start of each id's text. Ids that form one character have the same start."""
+        """Return the text offset of each id. Ids that together form one character have the same offset."""
         offsets = self.texts.offsets(sample.ids[: sample.echoed], sample.text[: sample.start])
         stream, offset = self.places.get(index) or (self.texts.stream(), sample.start)
         for token in sample.ids[sample.echoed :]:
@@ -134,10 +134,10 @@ class ChatFormat:
     """Format of ``/v1/chat/completions``.
 
     Attributes:
-        texts: Texts of tokens.
-        logprobs: Number of most likely tokens to report, or `None`.
-        answer: Form of the answer. Splits the text of a sample.
-        splits: Maps a streamed sample to its splitter.
+        texts: Texts of single tokens.
+        logprobs: Number of most likely tokens to report per position. `None` reports no log-probabilities.
+        answer: Structure of the answers, by which the text of a sample is split.
+        splits: Maps the index of a streamed sample to its splitter.
     """
 
     texts: TokenTexts
@@ -147,12 +147,12 @@ class ChatFormat:
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """Create the first choice of a stream. It has the role."""
+        """Create the first choice of a stream, which contains the role."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
-        """Create a choice of a whole response."""
+        """Create a choice of a response that is not streamed."""
         parts, count = self.answer.split(sample.text, cut=sample.finish == "length")
         message = {"role": "assistant", "content": parts.content or (None if count else ""), "refusal": None}
         message |= {"reasoning_content": parts.reasoning or None} if self.answer.reasons else {}

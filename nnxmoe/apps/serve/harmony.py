@@ -1,4 +1,4 @@
-"""The harmony format of gpt-oss.
+"""Streaming parser of gpt-oss's harmony format.
 
 An answer consists of messages in channels. The channel ``analysis`` contains the reasoning.
 """
@@ -20,7 +20,7 @@ _CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
 
 
 class HarmonySplit:
-    """Streaming splitter of an answer that includes the special tokens.
+    """Streaming splitter of a harmony answer. The text must include the special tokens.
 
     Attributes:
         count: Number of calls so far.
@@ -79,14 +79,14 @@ class HarmonySplit:
         return self._part(text) if text else None
 
     def _part(self, text: str, final: bool = False, cut: bool = False) -> AnswerPart:
-        """Convert text of the current message to a part of the answer. ``final`` means that the message ends."""
+        """Convert text of the current message to a part of the answer. ``final`` is True at the message's end."""
         if self._in == "call":
             text, self._held = (self._held + text).lstrip(), ""
             if not final and any(word.startswith(text) for word in NOTHING):
                 self._held = text
                 return AnswerPart()
             text = "" if text.rstrip() in NOTHING else text
-            if text and not text.startswith("{"):  # words instead of arguments
+            if text and not text.startswith("{"):  # prose instead of a JSON object
                 self._in = "content"
                 return AnswerPart(content=text)
             self._in = "arguments"

@@ -21,8 +21,8 @@ class JsonObject:
 
     Attributes:
         done: Whether the closing brace was read.
-        repaired: Whether the text was invalid JSON: missing or superfluous quotes, commas or brackets, single
-            quotes, line breaks in strings, or Python literals such as ``True``.
+        repaired: Whether the text was invalid JSON, for example because of missing or superfluous quotes, commas
+            or brackets, single quotes, line breaks in strings, or Python literals such as ``True``.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class JsonObject:
         return letter if is_first and letter == "'" else "\\" + escape + self._string(letter)
 
     def _word(self, cut: bool = False) -> str:
-        """Emit the unquoted key or value that was read. ``cut`` means that the word may be incomplete."""
+        """Emit the unquoted key or value that was read. ``cut`` is True if the word may be incomplete."""
         text, self._pending = self._pending, ""
         word = text.rstrip()
         space = text[len(word) :]
@@ -264,5 +264,5 @@ class JsonArguments:
 
 
 def json_object(text: str) -> str:
-    """Convert a text that starts with a brace to a JSON object."""
+    """Repair a text that starts with a brace, so that it is a valid JSON object."""
     return JsonArguments(()).take(text, final=True).arguments

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 HELP = {
     "requests_total": "Requests by endpoint and HTTP status",
-    "cancelled_total": "Requests whose client disconnected before the end",
+    "cancelled_total": "Requests cancelled because the client disconnected",
     "prompt_tokens_total": "Tokens of accepted prompts",
     "generated_tokens_total": "Tokens generated and sent",
     "slots": "Samples that can be generated concurrently",
     "slots_running": "Slots in use",
-    "samples_waiting": "Samples that wait for a slot",
+    "samples_waiting": "Samples waiting for a slot",
     "samples_admitted": "Samples of requests in progress",
     "prefixes_kept": "Prompt prefixes in the prefix cache",
-    "prefix_hits": "Prompts with a prefix in the prefix cache, since the start",
-    "prefix_tokens": "Prompt tokens that the prefix cache saved, since the start",
+    "prefix_hits": "Prompts that hit the prefix cache since the server started",
+    "prefix_tokens": "Prompt tokens read from the prefix cache since the server started",
     "first_token_seconds": "Time from the arrival of a request to the first token",
     "request_seconds": "Time from the arrival of a request to the end of the response",
 }
@@ -29,7 +29,7 @@ class Histogram:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, value: float) -> None:
-        """Count a value in seconds."""
+        """Add a duration in seconds to the histogram."""
         self.counts[bisect.bisect_left(SECONDS, value)] += 1
         self.sum += value
 

@@ -1,4 +1,4 @@
-"""Separate the reasoning (``reasoning_content``) from an answer, by the tags of the model family."""
+"""Split an answer into reasoning (``reasoning_content``) and content, at the tags of the model family."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ class ReasoningSplit:
     Text that may start a tag is held back until the next piece. White space around tags is also held back, and
     is not part of the output.
 
-    Without the start tag there is no reasoning, since models with disabled reasoning start with the answer. Some
-    models repeat the start tag after a prompt that ends with the start tag.
+    If neither the prompt ends nor the text starts with the start tag, the text has no reasoning, because models
+    with reasoning disabled start with the answer. Some models repeat the start tag that ends the prompt.
     """
 
     def __init__(self, tags: Reasoning):

@@ -1,4 +1,4 @@
-"""Responses of the server: admission, pieces from the engine thread, whole responses and streams.
+"""HTTP responses: admit requests, and send the samples from the engine thread, whole or streamed.
 
 Samples are cancelled when the request ends for any reason, for example because the client disconnects. This
 frees the slots of the samples.
@@ -23,8 +23,8 @@ from nnxmoe.apps.serve.requests import Planned
 from nnxmoe.apps.serve.settings import Refused, ServerSettings, public
 from nnxmoe.generation.score import TOKENS, Score
 
-COUNTS = "nnxmoe.counts"  # key in the ASGI scope: prompt tokens, generated tokens, reason of a rejection
-LAST_WORDS = 1.0  # time limit in seconds for sending an error into a stream, because the client may not read
+COUNTS = "nnxmoe.counts"  # key in the ASGI scope of (prompt tokens, generated tokens, rejection reason)
+LAST_WORDS = 1.0  # seconds to send an error at the end of a stream, because the client may not read
 
 
 class Service:
@@ -33,7 +33,7 @@ class Service:
     Attributes:
         thread: The engine thread.
         settings: Settings of the server.
-        admitted: Number of samples of the requests in progress.
+        admitted: Number of samples in all requests in progress.
         metrics: Metrics of the server.
     """
 
@@ -53,7 +53,7 @@ class Service:
 
 
 class Reply(Response):
-    """Response to a planned request, whole or as server-sent events. Samples are generated while it is sent."""
+    """Response to a request, whole or as server-sent events. Sending it generates the samples."""
 
     def __init__(self, service: Service, plan: Planned, form: Format, since: float):
         super().__init__()
@@ -110,7 +110,8 @@ class Reply(Response):
             raise Refused(400, f"{num_samples} samples are more than the maximum of {max_samples} on this server", "n")
         if service.admitted + num_samples > max_samples:
             raise Refused(
-                429, f"{service.admitted} samples are running or waiting, of {max_samples} at most: try again later"
+                429,
+                f"{service.admitted} samples are running or waiting, the limit is {max_samples}: try again later",
             )
         special_ids = frozenset(plan.answer.tokens.values())
         jobs = [

@@ -40,7 +40,7 @@ class Planned:
 
     Attributes:
         prompts: Ids of the prompts.
-        options: Options of each sample.
+        options: Engine options that all samples share.
         n: Number of samples per prompt.
         stop: Stop strings.
         seeded: Whether the client set a seed. If not, each prompt gets a random seed.
@@ -48,7 +48,7 @@ class Planned:
         usage: Which chunks of a stream report token counts. `None` for no chunk.
         texts: Texts of the prompts to echo, or `None`.
         scored: Whether to return the log-probabilities of echoed prompts.
-        answer: Form of the answers.
+        answer: Structure of the answers.
     """
 
     prompts: list[tuple[int, ...]]
@@ -73,7 +73,7 @@ class Planned:
 
 
 class Planner:
-    """Planner that validates requests for an engine. ``sampling`` applies to requests without sampling fields."""
+    """Validator of requests for an engine. ``sampling`` has the defaults of absent sampling fields."""
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
@@ -211,7 +211,7 @@ class Planner:
     def _most(self, field: str, prompts: Sequence[Sequence[int]], limit: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens: ``limit``, else the free tokens up to ``default``."""
         if not all(prompts):
-            raise Refused(400, f"{field}: the prompt is empty: it needs at least one token", field)
+            raise Refused(400, f"{field}: the prompt is empty, but it needs at least one token", field)
         prompt_length = max(map(len, prompts))
         room = self.capacity - prompt_length
         if limit is None and room > 0:
@@ -250,7 +250,7 @@ class Planner:
         return stops
 
     def _prompts(self, prompt: Any) -> tuple[list[tuple[int, ...]], list[str]]:
-        """Return the ids and texts of a prompt or several prompts. Raises Refused."""
+        """Return the ids and texts of one or more prompts. Raises Refused if a prompt is invalid."""
         if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
             prompt = [prompt]
         if any(isinstance(part, int) for part in prompt):
@@ -283,7 +283,7 @@ def _refusing(field: str) -> Iterator[None]:
 
 
 def default_sampling(model: CausalLM) -> Sampling:
-    """Return the sampling options of the checkpoint. If they are greedy, the temperature is 1, OpenAI's default."""
+    """Return the sampling options of the checkpoint. Greedy options get temperature 1, OpenAI's default."""
     sampling = Sampling.from_checkpoint(model)
     return sampling if sampling.temperature else dataclasses.replace(sampling, temperature=1.0)
 

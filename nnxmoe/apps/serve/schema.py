@@ -42,7 +42,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class JsonSchema(Struct):
-    """A JSON schema of answers.
+    """JSON schema for answers.
 
     Attributes:
         schema: Schema that answers follow unless they are truncated. The other fields have no effect.

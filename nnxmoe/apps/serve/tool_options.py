@@ -40,10 +40,10 @@ class ToolOptions:
         return value_of(text, properties(root).get(key), root)
 
     def rules(self, tokens: Mapping[str, int]) -> Iterator[str]:
-        """Yield Lark rules. ``calls`` matches the calls, and ``rest`` matches the calls without the first mark.
+        """Yield Lark rules. ``calls`` matches the calls, and ``rest`` matches what follows the first mark.
 
         Args:
-            tokens: Ids of the tokens that grammars refer to by id.
+            tokens: Maps each token that the rules refer to by id to its id.
         """
         form, mark = self.format, self.format.marks[0]
         before, after = form.before_arguments, literal(form.after_arguments, tokens)
