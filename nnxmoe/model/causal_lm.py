@@ -65,8 +65,8 @@ class CausalLM(nnx.Module):
     Args:
         config: Config of the model, an instance of a class in ``configs``.
         strategy: Execution choices. Defaults to ``Strategy()``.
-        rngs: Random keys for initialization. If None, parameters have shapes but no values. On a mesh, each device
-            initializes its shards.
+        rngs: Random keys for initialization. If None, the model is abstract (shapes and dtypes only). On a mesh, each
+            device initializes its shards.
         dtype: Floating-point dtype of the parameters, and of the activations unless the strategy sets
             ``compute_dtype``.
         mtp: Whether to add the layers for multi-token prediction (`MTP`). Logits do not depend on these layers.
@@ -219,7 +219,7 @@ class CausalLM(nnx.Module):
         return self.config.num_hidden_layers - 1
 
     def _prediction_layers(self) -> Callable[..., list[Any]]:
-        """Return a function ``(dtype, rngs) -> list[MTP]``. Imports the module here because few models need it."""
+        """Return a function ``(dtype, rngs) -> list[MTP]``. The import is local, because few models need the module."""
         from nnxmoe.model.mtp import check_mtp, make_mtp
 
         check_mtp(depths := getattr(self.config, "num_nextn_predict_layers", 0), self)
@@ -233,7 +233,7 @@ class CausalLM(nnx.Module):
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
     def __str__(self) -> str:
-        """`repr`, followed by one line per part."""
+        """`repr`, followed by one line per module."""
         parts = {name: getattr(self, name) for name in ("embed", "stacks", "norm", "head", "mtp")}
         return "\n".join((repr(self), *children(parts, "  ")))
 
@@ -277,20 +277,22 @@ class CausalLM(nnx.Module):
         such as ``jax.jit`` the call is traced. T is padded to 64, 96, 128, 192, … to limit the number of programs, and
         the padding is removed from the output. T is not padded on a mesh, for a single token with a cache, or if the
         model is not token-independent (see `token_independent`). Calls are not compiled under ``nnx.capture``, or if a
-        part sows values or sets a variable, because a compiled call would drop these values.
+        submodule sows values or sets a variable, because a compiled call would drop these values.
 
         Args:
             tokens: Token ids ``[B, T]``: a JAX or NumPy array, lists or a torch tensor.
             attention_mask: ``[B, T]``, nonzero for real tokens and 0 for padding. Does not cover cached tokens.
-            positions: Rotary positions ``[B, T]``. Default: 0 … T-1, or with a cache the number of real tokens before.
+            positions: Rotary positions ``[B, T]``. Defaults to 0 … T-1. With a cache, defaults to the number of
+                preceding real tokens.
             segment_ids: ``[B, T]``. Tokens attend only to tokens of the same segment (packed documents).
             cache: A cache from `empty_cache`.
             key: Random key for the router's jitter, if the config has jitter. None disables jitter.
             input_ids: Alias of ``tokens``, as in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
         Raises:
-            ValueError: A token id is outside the vocabulary, a shape is wrong, the cache is full, or the model has no
-                values. Inside a transformation, the cache's length is unknown, so rows that do not fit get NaN logits.
+            ValueError: A token id is outside the vocabulary, a shape is wrong, the cache is full, or the model is
+                abstract. Inside a transformation, the cache's length is unknown, so rows that do not fit get NaN
+                logits.
         """
         if (tokens is None) == (input_ids is None):
             raise ValueError("pass either tokens or input_ids (the name in transformers), not both")
@@ -419,7 +421,7 @@ class CausalLM(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Compute logits in float32 with the output head."""
-        if self.head is not None and not hasattr(self.head, "weight"):  # a replacement without a kernel
+        if self.head is not None and not hasattr(self.head, "weight"):  # replaced by a module without a kernel
             return self.head(x).astype(jnp.float32)
         return self.head_weight().matmul_f32(x)
 

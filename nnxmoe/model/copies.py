@@ -21,7 +21,7 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     """Copy a model with its arrays sharded over a mesh.
 
     Raises:
-        ValueError: The model has no values, or its parameters, attention or pipeline stages do not fit the mesh.
+        ValueError: The model is abstract, or its parameters, attention or pipeline stages do not fit the mesh.
     """
     for stack in model.stacks:
         if isinstance(stack, PipelinedStack):

@@ -1,4 +1,4 @@
-"""Model families: model class, presets, and names of the weights in checkpoints of Hugging Face and MaxText."""
+"""Model families: model class, presets, and the names of weights in Hugging Face and MaxText checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +8,13 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import Table, W
 
-# Per layer: its group in MaxText's parameter tree, and the shape of the axes along which the group stacks its layers.
+# The group of each layer in MaxText's parameter tree, and the shape of the axes along which the group is stacked.
 Places = list[tuple[str, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroups:
-    """Names of MaxText's groups of dense layers and of layers with experts. Both groups may have the same name."""
+    """MaxText's group names for dense layers and for layers with experts. Both groups may have the same name."""
 
     dense: str = "layers"
     sparse: str = "layers"
@@ -34,7 +34,7 @@ class LayerGroups:
 
 @dataclasses.dataclass(frozen=True)
 class LayerBlocks:
-    """Repeated blocks of layers of different types in MaxText.
+    """MaxText's groups for models with repeated blocks of different layer types.
 
     Scanned layers with the same index in their blocks form a group.
 
@@ -52,7 +52,7 @@ class LayerBlocks:
     first: int = 0
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
-        """Return groups and layer axes as `LayerGroups.places`. Uses only the length of ``sparse``."""
+        """Return groups and layer axes like `LayerGroups.places`. Only the length of ``sparse`` is used."""
         layer_places: Places = [(f"layers_{i}", ()) for i in range(len(sparse))]
         if not scan:
             return layer_places
@@ -94,7 +94,7 @@ class MaxTextNames:
         return ["global" if window is None else "local" for window in config.windows]
 
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
-        """Return, by parameter key, the columns of parameters that share an array in MaxText.
+        """Return the columns, by parameter key, of parameters that share an array in MaxText.
 
         The columns contain the parameter's outputs.
         """

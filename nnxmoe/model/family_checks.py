@@ -20,7 +20,7 @@ from nnxmoe.model.weight_names import W, options
 
 
 def refuse_unnamed_parameters(family: Family) -> None:
-    """Raise ConfigError if a model of the family has a parameter without a row in the table of tensor names.
+    """Raise ConfigError if a parameter of the family's models is missing from the table of tensor names.
 
     Builds abstract models from the default config (from a preset if the config has required fields), and from variants
     of the config with one boolean field flipped. The variants cover parameters that a field adds, such as biases.

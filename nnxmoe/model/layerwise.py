@@ -1,8 +1,9 @@
-"""Compiled programs of a few layers each, for deep models on CPUs.
+"""Forward passes split into compiled programs of a few layers, for deep models on CPUs.
 
 XLA:CPU compiles every layer of a program separately, even if all layers are equal. With one program per run of equal
-layers, the first answer of a model with 24 layers of width 256 took 11.5 s instead of 17.8 s on two cores (jax 0.10.2),
-at the same decoding speed. On other backends, a pass is a single program, because each call has a cost.
+layers, the first response of a model with 24 layers of width 256 took 11.5 s instead of 17.8 s on two cores (jax
+0.10.2), at the same decoding speed. On other backends, a pass is a single program, because each program launch has
+overhead.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ RUN_LENGTH = 4
 def layerwise_program(
     model: Any, function: Callable[..., Any], *, static: tuple[int, ...] = (), donated: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """Return the result of `model_program`, or for deep models on CPUs ``function`` with a `LayerwiseModel`.
+    """Return the result of `model_program`. For deep models on CPUs, return ``function`` bound to a `LayerwiseModel`.
 
     Args:
         function: A module-level function of a model that calls only the model's `body`, `logits` and `empty_cache`, and
@@ -54,7 +55,7 @@ def is_deep_on_cpu(model: Any) -> bool:
 
 
 class LayerwiseModel:
-    """A model whose embedding, runs of layers and head are separate compiled programs.
+    """Model whose embedding, runs of equal layers and output head are separate compiled programs.
 
     Runs of equal layers share a program.
 
@@ -119,12 +120,12 @@ def _regroup(groups: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> tuple[t
 
 class _Run(NamedTuple):
     depth: int
-    leaves: list[int]  # indices of the run's arrays among the model's arrays
+    leaves: list[int]  # indices of each run's arrays in the list of the model's arrays
     program: Callable[..., Body]
 
 
 class _Parts(NamedTuple):
-    """Programs that models of equal structure share."""
+    """Compiled programs shared by models of equal structure."""
 
     runs: list[_Run]
     outer_leaves: list[int]  # indices of the arrays outside of the layers

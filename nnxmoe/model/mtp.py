@@ -41,7 +41,7 @@ class MTP(nnx.Module):
         return Linear((2 * dim,), (dim,), ("embed", "norm"), **kw)
 
     def combine(self, model: Any, embeddings: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
-        """Build the prediction layer's input: normalize, concatenate and project embeddings and previous states."""
+        """Compute the prediction layer's input: normalize, concatenate and project embeddings and previous states."""
         inputs = jnp.concatenate(
             [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))], axis=-1
         )

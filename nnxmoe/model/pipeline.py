@@ -42,9 +42,10 @@ class Pipeline:
     The stages compute a batch in ``microbatches + stages - 1`` turns (GPipe, Huang et al. 2019).
 
     Attributes:
-        microbatches: Number of parts of a batch, a multiple of the size of ``pipe``.
-        stages: Divisor of the number of layers in the pipeline. The remaining layers are computed after the pipeline.
-            Defaults to the size of ``pipe``. To load checkpoints on meshes of several sizes, set the largest size.
+        microbatches: Number of microbatches per batch, a multiple of the size of ``pipe``.
+        stages: The number of layers in the pipeline is a multiple of this number. The remaining layers are computed
+            after the pipeline. Defaults to the size of ``pipe``. To load checkpoints on meshes of several sizes, set
+            the largest size.
     """
 
     microbatches: int
@@ -76,7 +77,7 @@ class Pipeline:
         return PipelinedStack(self, mesh, *arguments)
 
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
-        """Raise ValueError if the batch size is not divisible by microbatches times shards per microbatch."""
+        """Raise ValueError unless the batch size is a multiple of microbatches times shards per microbatch."""
         shards = shard_count(mesh, _rows_over(mesh))
         if batch % (self.microbatches * shards):
             raise ValueError(
@@ -111,7 +112,7 @@ def _rows_over(mesh: AnyMesh) -> tuple[str, ...]:
 
 
 class PipelinedStack(ScannedStack):
-    """Scanned layers, computed as a pipeline on a mesh with several stages, then the remaining layers ``rest``.
+    """Scanned layers that run as a pipeline on a mesh with several stages, followed by the layers in ``rest``.
 
     Batches of inputs and outputs are also sharded over ``pipe``. A layer computes one microbatch at a time. Loads and
     dropped assignments are summed over microbatches. Results of `OutputRequest.reduce_routing` are averaged.
@@ -254,7 +255,7 @@ def _turns(
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches:
-    """Layout of a batch as ``parts`` microbatches. Each stage stores equally many, from the rows on its devices."""
+    """Layout of a batch as ``parts`` microbatches. Each stage stores the same number of microbatches."""
 
     parts: int
     stages: int
@@ -267,7 +268,7 @@ class _Microbatches:
         return self.parts // self.stages
 
     def place(self, part: Any) -> Any:
-        """Return the index, among the slots of all stages, of the microbatch that is computed as number ``part``."""
+        """Return the slot index, over all stages, of the microbatch that is computed as number ``part``."""
         return -(part // self.held) % self.stages * self.held + part % self.held
 
     def apart(self, a: Array) -> Array:
@@ -296,7 +297,7 @@ class _Microbatches:
 
 def _joined(infos: MoEInfo, layout: _Microbatches) -> MoEInfo:
     """Combine the infos ``[M, L, …]`` of the microbatches into infos ``[L, …]`` of the batch."""
-    # Replicates the small arrays here, because slicing a sharded array takes one collective per layer.
+    # The small arrays are replicated, because slicing a sharded array takes one collective per layer.
     dispatch = jax.tree.map(lambda a: replicate(jnp.sum(a, axis=0, dtype=a.dtype), layout.mesh), infos.dispatch)
     if isinstance(infos.routing, Routing):
         return MoEInfo(jax.tree.map(layout.rows_of, infos.routing), dispatch)

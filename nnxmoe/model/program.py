@@ -117,7 +117,7 @@ def is_traced(model: Any, arguments: Any) -> bool:
     """Return whether the model or the arguments contain tracers, as inside a transformation.
 
     Raises:
-        ValueError: The model has shapes without values.
+        ValueError: The model is abstract (shapes and dtypes only).
     """
     parameter = next(part for _, part in nnx.iter_graph(model.embed) if isinstance(part, nnx.Param)).get_value()
     require_values([parameter])
@@ -205,7 +205,7 @@ def jit_function(
 
 
 def require_values(leaves: Sequence[Any]) -> None:
-    """Raise ValueError if a variable of a model has a shape without values."""
+    """Raise ValueError if a model is abstract (a variable has a shape but no value)."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has shapes only: load weights first, or create it with rngs=nnx.Rngs(0)")
 
@@ -236,7 +236,7 @@ def strip_metadata(model: Any) -> Any:
 
 
 class Structure:
-    """Structure of a model: graph and tree of the parameters, and the programs compiled for them.
+    """Structure of a model (graph and parameter tree), with the programs compiled for it.
 
     References to modules are weak so that programs do not keep replaced parts in memory.
     """
@@ -251,7 +251,7 @@ class Structure:
         # References keep the ids in the fingerprints valid: Python may reuse the id of a deleted object.
         self._settings = [_settings(module) for module in (stripped, *modules)]
         paths = [path for path, _ in nnx.to_flat_state(state)]
-        # Models with arrays outside of variables or with mutable containers are split at each call.
+        # Models that have arrays outside of variables or mutable containers are split on every call.
         self._comparable = not any(type(part) in (list, dict, set) for part in parts.values())
         for path in paths:
             variable, owner = parts.get(path), parts.get(path[:-1])

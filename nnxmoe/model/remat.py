@@ -23,7 +23,7 @@ NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Rematerialization of a layer's activations, except for the layer's input and the named activations.
+    """Rematerialization of all activations of a layer except for its input and the named activations.
 
     Names of activations (most are also options of MaxText's ``remat_policy: custom``):
 
@@ -42,7 +42,7 @@ class Remat:
 
     Raises:
         ValueError: A name is unknown or is both saved and offloaded, or names are combined with a policy. Calls raise
-            it if the device cannot address ``pinned_host`` memory.
+            ValueError if the device cannot address ``pinned_host`` memory.
     """
 
     policy: Callable[..., bool] | None = None

@@ -20,7 +20,7 @@ from nnxmoe.model.stateful import is_stateful, watch
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
-    """Return one random key per layer, folded from the stack's key and the layer's index.
+    """Return one random key per layer: the stack's key with the layer's index folded in.
 
     Unrolled and scanned stacks use the same keys, so their layers have equal values.
     """
@@ -72,7 +72,7 @@ def run_stacks(
 
 
 class UnrolledStack(nnx.Module):
-    """L layers, one module per layer. The cache is a tuple of the layers' caches.
+    """Stack with one module per layer. The cache is a tuple of the layers' caches.
 
     If only the last token's output is requested and the last layer's feed-forward is token-independent, the last layer
     computes only keys and values for the other tokens.
@@ -146,7 +146,7 @@ def scan_layers(
 
 
 class ScannedStack(nnx.Module):
-    """L layers as one module whose parameters have a leading layer axis.
+    """Stack that stores L layers as one module, whose parameters have a leading layer axis.
 
     The cache is one pytree whose arrays have the same leading axis. Every layer computes all tokens, even if only the
     last token's output is requested.
@@ -254,7 +254,7 @@ class ScannedStack(nnx.Module):
 
 
 def _unstacked(array: Any, count: int, place: Any) -> Sequence[Any]:
-    """Slice the array along axis 0. Returns ``None``s if the array is a shape without values."""
+    """Slice the array along axis 0. Returns ``None``s if the array is abstract."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return [None] * count
     return _unstack(count, place)(array)

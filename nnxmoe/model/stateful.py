@@ -1,6 +1,6 @@
 """Detection of modules that change when they are called, such as modules that `sow`.
 
-Compiled programs work on copies of the modules and would drop the changes.
+Compiled programs operate on copies of the modules, so these changes would be lost.
 """
 
 import logging
@@ -20,9 +20,9 @@ def is_captured(module: nnx.Module) -> bool:
 
 
 def is_stateful(module: nnx.Module) -> bool:
-    """Return whether calls change the module: under `nnx.capture`, or if a part sows values or sets a variable.
+    """Return whether calls change the module: under `nnx.capture`, or if a submodule sows or sets variables.
 
-    Detects such a part only after `watch` has observed a call of the part's class.
+    A stateful submodule is detected only after `watch` has observed a call to a module of its class.
     """
     if is_captured(module):
         return True
@@ -30,7 +30,7 @@ def is_stateful(module: nnx.Module) -> bool:
 
 
 def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: Any) -> Any:
-    """Return ``run(*args, **options)`` and record the classes of parts of ``module`` that change in the call.
+    """Return ``run(*args, **options)``, and record the classes of submodules of ``module`` that the call changes.
 
     Logs a warning for each new class.
     """

@@ -32,13 +32,13 @@ _WHY = {  # (type, backend or None for all) -> reason. Speeds: python -m tests.b
     (
         "BlockedMatmul",
         "cpu",
-    ): "computes only blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or 0.9 "
-    "(4096 tokens); on CPUs, lax.ragged_dot computes every expert on every row",
+    ): "computes only blocks in use, at 0.65 (512 tokens) or 0.9 times (4096 tokens) the speed of one dense product "
+    "with 8 experts; on CPUs, lax.ragged_dot applies every expert to every row",
     ("RaggedDotMatmul", "tpu"): "lax.ragged_dot is a grouped kernel on TPUs, and tokamax is not installed",
-    ("TritonMatmul", "gpu"): "one kernel for all groups of 16-bit rows, also for codes; `fallback` for other dtypes",
+    ("TritonMatmul", "gpu"): "one kernel for all groups of 16-bit rows, also quantized; `fallback` for other dtypes",
     ("TokamaxMatmul", "tpu"): "tokamax's Pallas kernels",
-    ("Sorted", None): "computes exactly the chosen experts and drops no assignments",
-    ("BlockwiseAttention", None): "half the scores of a causal pass, block by block; memory is linear in the length",
+    ("Sorted", None): "computes only the selected experts and drops no assignments",
+    ("BlockwiseAttention", None): "half the scores of a causal pass, in blocks; memory is linear in the length",
     (
         "FusedAttention",
         "gpu",
@@ -52,13 +52,16 @@ _WHY = {  # (type, backend or None for all) -> reason. Speeds: python -m tests.b
     (
         "AllGatherAttention",
         None,
-    ): "gathers keys and values of whole rows in one exchange; each device computes the queries of its tokens",
+    ): "all-gathers the keys and values of whole rows; each device computes its own queries",
     ("AutoProduct", "cpu"): "for quantized kernels only: integer products of int8 codes with a few 16-bit rows, "
     "otherwise a loop over blocks of outputs; no float copy of a kernel exists in either case",
-    ("AutoProduct", "tpu"): "for quantized kernels only: one product with the cast codes, which the compiler can fuse",
-    ("TritonProduct", "gpu"): "for quantized kernels only: up to 16 rows read codes once; `fallback` for more rows",
+    (
+        "AutoProduct",
+        "tpu",
+    ): "for quantized kernels only: one product with the cast codes; the compiler can fuse the cast",
+    ("TritonProduct", "gpu"): "for quantized kernels only: reads the codes once for up to 16 rows; `fallback` for more",
     ("Unrolled", None): "separate arrays per layer, the fastest for decoding",
-    ("Scanned", None): "compiles a single layer for any depth",
+    ("Scanned", None): "compiles a single layer, regardless of the depth",
     ("AdaptiveMLA", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
 }
 
@@ -111,8 +114,9 @@ class Strategy(KnownFields):
         mla: Attention of `MLA` layers.
         quantized: Product of rows and a quantized kernel.
         recurrence: Computes recurrent layers (`nnxmoe.TokamaxDeltaRule`). If None, recurrent layers use XLA operations.
-        stacking: ``Unrolled()``: separate arrays per layer (fastest decoding). ``Scanned()``: arrays of equal layers
-            stacked on a leading axis (training, large meshes). Required by a ``pipeline``, and then the default.
+        stacking: ``Unrolled()`` for separate arrays per layer (fastest decoding), or ``Scanned()`` to stack the arrays
+            of equal layers on a leading axis (training, large meshes). A ``pipeline`` requires ``Scanned()``, which is
+            then the default.
         remat: Which activations the backward pass recomputes. If None, it recomputes none.
         cache: Format of the layers' caches (`Int8Cache`). If None, caches have the activations' dtype.
         compute_dtype: Dtype of the activations. Defaults to the dtype of the model's parameters.
@@ -124,16 +128,16 @@ class Strategy(KnownFields):
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = _default("matmul")
     attention_fn: AttentionFn = _default("attention_fn")
-    mla: Any = _default("mla")  # an MLAFn
-    quantized: Callable[..., Any] = _default("quantized")  # a QuantizedProduct
-    recurrence: Callable[..., Any] | None = None  # a Recurrence
+    mla: Any = _default("mla")  # An `MLAFn`.
+    quantized: Callable[..., Any] = _default("quantized")  # A `QuantizedProduct`.
+    recurrence: Callable[..., Any] | None = None  # A `Recurrence`.
     stacking: Stacking | None = None
     remat: Remat | None = None
     cache: CacheFormat | None = None
     compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
-    pipeline: Any = None  # a Pipeline
+    pipeline: Any = None  # A `Pipeline`.
 
     def __post_init__(self) -> None:
         self._check_mesh()
@@ -189,7 +193,8 @@ class Strategy(KnownFields):
     def auto(cls, platform: str | None = None) -> Self:
         """Return the default strategy for the platform ``"cpu"``, ``"gpu"`` or ``"tpu"``, or for the current platform.
 
-        Pass a platform to compile programs for the devices of a different machine. Raises ValueError if it is unknown.
+        Pass a platform to compile programs for the devices of a different machine. Raises ValueError if the platform is
+        unknown.
         """
         if platform not in (None, "cpu", "gpu", "tpu"):
             raise ValueError(f"Strategy.auto({platform!r}): use 'cpu', 'gpu', 'tpu' or None")
@@ -288,7 +293,7 @@ def check_arguments(model: Any, config: Any, strategy: Any, rngs: Any) -> None:
     if type(config) not in model.configs:
         class_names = " or a ".join(config_class.__name__ for config_class in model.configs)
         raise ConfigError(f"{name} takes a {class_names}, got {type(config).__name__}")
-    remedy = f"pass random keys as in {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
+    remedy = f"pass random keys as in {name}(config, rngs=nnx.Rngs(0)), or rngs=None for an abstract model"
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={type(strategy).__name__}(…) is not an nnxmoe.Strategy: {remedy}")
     if rngs is not None and not isinstance(rngs, nnx.Rngs):

@@ -1,4 +1,4 @@
-"""Names of weights in Hugging Face checkpoints, for the tables of model families."""
+"""Hugging Face weight names used in the model families' conversion tables."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ _LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
 
 @dataclasses.dataclass(frozen=True)
 class W:
-    """The tensor, or part of a tensor, that contains a parameter.
+    """Name of the checkpoint tensor, or part of a tensor, that stores a parameter.
 
     The tensor is a kernel ``[outs, ins]`` or a vector ``[outs]``. A tensor of all experts has a leading expert axis.
     For a key ``layer.…``, the name is relative to the layer: it follows ``model.layers.N.``.
@@ -27,10 +27,10 @@ class W:
     per_expert: str = ""  # suffix of the name after the expert's index
     part: int = 0
     parts: int = 1
-    span: int = 1  # number of consecutive parts
-    alternate: bool = False  # whether the outputs of the parts are interleaved
-    transposed: bool = False  # whether the tensor is stored as [ins, outs]
-    is_files_only: bool = False  # whether the model in transformers has the parameter under a different name
+    span: int = 1  # Number of consecutive parts.
+    alternate: bool = False  # Whether the outputs of the parts are interleaved.
+    transposed: bool = False  # Whether the tensor is stored as [ins, outs].
+    is_files_only: bool = False  # Whether transformers' model uses a different name for the parameter.
 
     def each(self, name: str) -> "W":
         """Return the names of one tensor per expert. ``name`` follows the index of the expert."""
@@ -46,12 +46,12 @@ class W:
 
     @property
     def T(self) -> "W":
-        """This name, marked as a tensor ``[ins, outs]`` with inputs before outputs."""
+        """Copy of the name for a tensor that is stored with inputs before outputs, ``[ins, outs]``."""
         return dataclasses.replace(self, transposed=True)
 
     @property
     def files_only(self) -> "W":
-        """This name, marked as absent from transformers' model (see `in_transformers`)."""
+        """Copy of the name that `in_transformers` skips, because transformers' model uses a different name."""
         return dataclasses.replace(self, is_files_only=True)
 
     @property

@@ -66,7 +66,7 @@ def z_loss(routing: Routing) -> Float[Array, ""]:
 
 
 def update_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
-    """Increase the correction bias of experts below the mean load by ``rate``, and decrease it for experts above.
+    """Add ``rate`` to the bias of experts with less than the mean load, and subtract ``rate`` for experts with more.
 
     Implements auxiliary-loss-free load balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Call this function
     after the optimizer step.

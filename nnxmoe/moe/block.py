@@ -34,7 +34,7 @@ class MoE(nnx.Module):
     """Feed-forward block with routed experts and an optional shared expert.
 
     Args:
-        router: Chooses the experts of each token and their weights.
+        router: Selects each token's experts and the weights of their outputs.
         experts: Routed experts.
         dispatch: Sends tokens to the experts and combines the outputs.
         shared: Shared expert, applied to every token.

@@ -167,7 +167,7 @@ def _apply(blocks, rows, kernel, sizes, transpose):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel_gradient(blocks, spec, rows, d_out, sizes):
     """Compute ``rows.T @ d_out`` per group, as a kernel with the structure of ``spec``."""
-    kernel = spec.zeros()  # only for its shape
+    kernel = spec.zeros()  # only its shape is used
 
     def group_product(block, is_last_size, start, end, group, carry):
         rows, d_out, d_kernel = carry
@@ -197,7 +197,7 @@ def _kernel_gradient(blocks, spec, rows, d_out, sizes):
 
 @dataclasses.dataclass(frozen=True)
 class _KernelSpec:
-    """Tree structure, shapes and dtypes of a kernel. Hashable."""
+    """Hashable description of a kernel: tree structure, shapes and dtypes."""
 
     tree: Any
     leaves: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
@@ -224,7 +224,7 @@ def differentiable_grouped_matmul(
         outer: ``(rows, d_out, sizes) -> leaf``. Computes ``rows.T @ d_out`` per group, for kernels with a single leaf.
         trainable: Whether the kernel has a gradient.
         transpose: Whether to multiply by the transposed kernels.
-        primal: Product outside of differentiation. Defaults to ``multiply``.
+        primal: Product for calls that are not differentiated. Defaults to ``multiply``.
     """
 
     def d_rows(sizes: Array, *rest: Array) -> Array:

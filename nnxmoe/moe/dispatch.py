@@ -2,8 +2,8 @@
 
 An assignment is a pair of a token and one of the token's X experts. A dispatch creates one row per assignment, calls
 the experts with rows grouped by expert, multiplies the outputs by the router's weights and sums them per token. All
-dispatches return the same output, except for dropped assignments, see `DispatchInfo`. Padding is not assigned
-to experts, and the output for padding is 0.
+dispatches return the same output, except for dropped assignments (see `DispatchInfo`). Padding is not assigned to
+experts, and the output for padding is 0.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Dispatch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Dispatch that applies every expert to every token. This slow dispatch is the reference for all others."""
+    """Dispatch that applies every expert to every token. Slow; the reference for all other dispatches."""
 
     token_independent: ClassVar[bool] = True
 
@@ -134,7 +134,7 @@ def mask_padding(routing: Routing) -> Assignments:
 
 
 def expert_row_axes(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Split the mesh axes of a batch for rows ``[E, B, ...]``: ``expert``, if present, shards E. The rest shard B."""
+    """Split a batch's mesh axes for rows ``[E, B, ...]``: axis ``expert``, if present, shards E. All others shard B."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 

@@ -30,7 +30,7 @@ class ExpertBiases(nnx.Module):
 def add_bias(
     rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None
 ) -> Float[Array, "*E R F"]:
-    """Add to each row the bias of the row's expert.
+    """Add the bias of its expert to each row.
 
     Args:
         rows: ``[R F]`` sorted by expert, or ``[E R F]`` with the same number of rows per expert.

@@ -72,7 +72,7 @@ class ExpertParallel:
 
     @property
     def token_independent(self) -> bool:
-        """Whether tokens are independent. With a ``buffer_factor``, tokens compete for the receive buffer."""
+        """Whether tokens are processed independently. With a ``buffer_factor``, they compete for the receive buffer."""
         return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "token_independent", False)
 
     def __call__(
@@ -149,7 +149,7 @@ class RaggedAllToAll(BufferedExchange):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """Exchange plan of one shard, for an axis with S shards and L experts per shard.
+    """Rows that one shard sends and receives, on an axis with S shards and L experts per shard.
 
     Attributes:
         send: Rows to send to each shard.
@@ -175,11 +175,11 @@ class ExchangePlan:
             capacity: Number of rows in the receive buffer. Excess rows are dropped.
         """
         requests = jnp.sum(counts, axis=-1)
-        send_offsets = jnp.cumsum(requests, axis=1) - requests  # row offsets on the sender
-        receive_offsets = jnp.cumsum(requests, axis=0) - requests  # row offsets in the receiver's buffer
+        send_offsets = jnp.cumsum(requests, axis=1) - requests  # Row offsets on the sender.
+        receive_offsets = jnp.cumsum(requests, axis=0) - requests  # Row offsets in the receiver's buffer.
         sent_counts = jnp.clip(capacity - receive_offsets, 0, requests)
         receive_offsets = jnp.minimum(receive_offsets, capacity)
-        incoming_counts = counts[:, shard].reshape(-1)  # in buffer order: by sender, then by expert
+        incoming_counts = counts[:, shard].reshape(-1)  # in the order of the receive buffer: by sender, then by expert
         accepted_counts = clip_to_capacity(incoming_counts, capacity)
         ends = jnp.cumsum(accepted_counts)
         expert = jnp.searchsorted(ends, jnp.arange(capacity), side="right").astype(jnp.int32) % counts.shape[-1]

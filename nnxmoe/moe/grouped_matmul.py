@@ -33,7 +33,7 @@ def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[
 
 @dataclasses.dataclass(frozen=True)
 class MaskedMatmul:
-    """Grouped matmul that multiplies every row by every kernel and masks the results.
+    """Grouped matmul that multiplies every row by every kernel and masks the other groups' results.
 
     This implementation costs E times the FLOPs and is the reference for all others.
     """

@@ -37,11 +37,11 @@ class ScaledRouter(Router):
 
 
 class TokenExpertTable(nnx.Variable):
-    """Untrained int32 table ``[V, X]`` of the experts of each token id. Metadata ``below`` is the number of experts."""
+    """Untrained int32 table ``[V, X]`` of expert ids per token id. Its metadata ``below`` is the number of experts."""
 
 
 class HashRouter(Router):
-    """Hash routing (Roller et al. 2021; the first layers of DeepSeek-V4, 2026).
+    """Router for hash routing (Roller et al. 2021; the first layers of DeepSeek-V4, 2026).
 
     A table maps each token id to experts. The weights of the experts are computed from the activations. Raises
     ValueError if the context has no token ids.

@@ -38,8 +38,8 @@ def shard_map_dispatch(
     """Run ``body(x, assignments, experts) -> y, dropped`` on the shards of every device.
 
     Experts remain sharded over ``expert_axis``. The hidden width remains sharded over mesh axes that do not shard
-    tokens. The partial outputs of devices along these axes are summed. Only one of these devices uses
-    parameters with ``added_once``. All other kernel dimensions are all-gathered in the dtype of ``x``. Gradients are
+    tokens. The partial outputs of devices along these axes are summed. A parameter with the metadata ``added_once`` is
+    used by only one of these devices. All other kernel dimensions are all-gathered in the dtype of ``x``. Gradients are
     reduce-scattered in the kernel's dtype.
 
     Args:

@@ -37,7 +37,8 @@ class TokamaxMatmul:
     On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of 64.
 
     Attributes:
-        implementation: "mosaic" or "xla". If ``None``, tokamax chooses. On CPUs, the choice is a masked dense product.
+        implementation: "mosaic" or "xla". If ``None``, tokamax selects the implementation (on CPUs, a masked dense
+            product).
 
     Raises:
         ValueError: If tokamax is not installed.

@@ -19,8 +19,8 @@ from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
 from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
 from nnxmoe.sharding_rules import Rules
 
-SIZES = (128, 64, 32, 16)  # candidate tile sizes. The largest divisor is used.
-COMPUTED = ("int8", "int4", "fp8", "fp4")  # code dtypes that are dequantized without a lookup table
+SIZES = (128, 64, 32, 16)  # Candidate tile sizes. The largest size that divides the dimension is used.
+COMPUTED = ("int8", "int4", "fp8", "fp4")  # Code dtypes that are dequantized without a lookup table.
 
 
 class Tiles(NamedTuple):
@@ -152,7 +152,7 @@ def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
     ends, num_tiles = jnp.cumsum(sizes), -(-sizes // height)
     tile = jnp.arange(count // height + min(groups + 1, count), dtype=jnp.int32)
     group = jnp.searchsorted(jnp.cumsum(num_tiles), tile, side="right", method="compare_all").astype(jnp.int32)
-    group_index = jnp.minimum(group, groups)  # programs past the last tile have group groups + 1
+    group_index = jnp.minimum(group, groups)  # `group` is `groups + 1` for programs past the last tile
     first_row = (ends - sizes)[group_index] + (tile - (jnp.cumsum(num_tiles) - num_tiles)[group_index]) * height
     leaves, tree = jax.tree.flatten(kernel)
 

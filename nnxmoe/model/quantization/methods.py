@@ -1,4 +1,4 @@
-"""Quantization methods. They round weights to the nearest code, with one scale per tile and without calibration."""
+"""Calibration-free quantization methods that round weights to the nearest code, with one scale per tile."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ Method = Int8 | Int4 | Float8
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """Quantization methods per part of a model. Parts with None are not quantized.
+    """Separate quantization methods for experts, other layers and the output head. ``None`` leaves weights as floats.
 
     Attributes:
         experts: Method for routed experts.
@@ -125,7 +125,7 @@ def check_method(method: Any, name: str = "method", alternative: str = "") -> No
 
     Args:
         name: Name of the argument, for the error.
-        alternative: End of the error message, for other values that the argument accepts.
+        alternative: Text appended to the error message, for other values that the argument accepts.
     """
     if not isinstance(method, Method | Mixed):
         raise ValueError(
@@ -163,7 +163,7 @@ def compute_scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarra
             max_abs = np.maximum.reduceat(max_abs, np.arange(0, weights.shape[axis], size), axis=axis)
     if not np.isfinite(max_abs).all():
         raise ValueError("NaN and infinite weights cannot be quantized")
-    # If a scale rounded to zero, all values of its tile would be zero.
+    # If a tile's scale were rounded to zero, all values of the tile would be zero.
     min_scale = np.float32(jnp.finfo(dtype).smallest_subnormal)
     scale = np.maximum(max_abs / np.float32(method.max_value), min_scale)
     return np.where(max_abs > 0, scale, np.float32(1)).astype(dtype)

@@ -97,7 +97,7 @@ def replace_with_quantized(
     order: bool = False,
     mesh: AnyMesh | None = None,
 ) -> QuantizedWeight:
-    """Replace a kernel with a quantized weight without values.
+    """Replace a kernel with an abstract quantized weight (shapes and dtypes only).
 
     Args:
         scale: Dtype of the scales.
@@ -163,7 +163,7 @@ def _check_sharding(
 def bytes_by_dtype(model: nnx.Module) -> dict[str, int]:
     """Return the bytes of a model's parameters by dtype, largest first.
 
-    All arrays of a quantized kernel count under the dtype of the codes.
+    All arrays of a quantized kernel are counted under the dtype of the codes.
     """
     sizes = Counter[str]()
     quantized_ids = set[int]()
@@ -223,7 +223,7 @@ def dequantize_kernel(ref: KernelRef, model: CausalLM, dtype: Any = None) -> Non
 
 @functools.lru_cache(maxsize=64)
 def _to_floats(dtype: np.dtype, shape: tuple[int, ...], sharding: Any) -> Callable[[Kernel], Array]:
-    """Return a compiled conversion of a quantized kernel to floats. Kernels of equal structure share the function."""
+    """Return a compiled function that dequantizes a kernel. Kernels of equal structure share the function."""
     return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=sharding)
 
 

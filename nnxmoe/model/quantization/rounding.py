@@ -32,7 +32,7 @@ from nnxmoe.sharding import spans_hosts
 
 
 def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[tuple[KernelRef, Method]]:
-    """Return each kernel to quantize, with the method for the kernel.
+    """Return the kernels to quantize, each with its method.
 
     Args:
         method: A method for all kernels except the output head, a `Mixed`, or None for no kernel.
@@ -58,7 +58,7 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     variable of one model does not change the other model.
 
     Args:
-        model: A model with values.
+        model: A model that is not abstract.
         method: `Int8`, `Int4`, `Float8`, or `Mixed`. Only `Mixed` can include the output head.
 
     Raises:
@@ -77,7 +77,7 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
 
 
 def quantize_structure(model: CausalLM, method: Method | Mixed | None, dtype: Any, mesh: AnyMesh | None = None) -> None:
-    """Replace, in place, the kernels that `quantize` would quantize with quantized kernels without values.
+    """Replace the kernels that `quantize` would quantize with abstract quantized kernels, in place.
 
     Args:
         dtype: Dtype of the kernels.
