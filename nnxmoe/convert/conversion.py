@@ -220,9 +220,7 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
     if scan and to == "hf":
         raise ValueError("--scan is not supported for hf, which stores each layer's tensors separately: omit --scan")
     if quantize is not None and to == "maxtext":
-        raise ValueError(
-            "--quantize is not supported for maxtext, which stores floats only: omit it, or convert to hf or orbax"
-        )
+        raise ValueError("--quantize is not supported for maxtext (floats only): omit it, or convert to hf or orbax")
     if verify and jax.process_count() > 1:
         raise ValueError("--verify requires a single process: run it on one machine with access to the files")
 
@@ -263,11 +261,7 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
     peak_bytes, (limit, limit_name) = sum(sizes) + 2 * max(sizes), memory_bytes()
     say("%d arrays; expected peak memory %s plus the program itself", len(arrays), bytes_text(peak_bytes))
     if peak_bytes > limit:
-        logger.warning(
-            "peak memory exceeds the %s of %s: pass --mesh or use a larger machine",
-            bytes_text(limit),
-            limit_name,
-        )
+        logger.warning("peak memory exceeds the %s of %s: pass --mesh or add memory", bytes_text(limit), limit_name)
 
 
 def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:

@@ -1,8 +1,8 @@
-"""Layouts of external arrays, for all formats.
+"""Mapping between a model's parameters and the arrays of a checkpoint, for all formats.
 
-An `ArrayLayout` maps parts of parameters to positions in an external array. The Hugging Face, MaxText and native
-formats each have a function that returns the layouts of a model by array name. Loading, validation and saving depend
-only on these layouts, not on the format.
+An `ArrayLayout` maps slices of parameters to positions in an external array, such as a tensor in a file. The Hugging
+Face, MaxText and native formats each have a function that returns the layouts of a model by array name. Loading,
+validation and saving depend only on these layouts, not on the format.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ QUERY = "layer.attention.q."
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a model, or the parameter's slice for one layer or expert.
+    """Parameter of a model, or its slice for one layer or expert.
 
     Attributes:
         path: Path in the model's state.
         key: Name of the parameter (see `name_of`).
         layer: Index of the parameter's first layer. `None` if the parameter belongs to no layer.
-        stack: Index of the parameter's stack. `None` if the parameter belongs to no stack.
+        stack: Index of the parameter's layer stack. `None` if the parameter belongs to no stack.
         variable: Variable with the parameter's value, shape and metadata.
         at: Indices into the leading layer and expert dimensions. Empty for the whole parameter.
     """
@@ -70,17 +70,17 @@ class Parameter:
 
     @property
     def inputs(self) -> int | None:
-        """Number of trailing dimensions that a linear layer contracts. `None` for other parameters."""
+        """Number of trailing input dimensions of a linear layer's kernel. `None` for other parameters."""
         return self.variable.get_metadata().get("inputs")
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Shape per layer and expert."""
+        """Shape without the layer and expert dimensions."""
         return self.shape[sum(axis in STACK_AXES for axis in self.axes) :]
 
     @property
     def of_layer(self) -> tuple[int, ...]:
-        """Shape per layer, experts first, in the dimension order of Flax's kernels.
+        """Shape without the layer dimension, in the dimension order of Flax's kernels, experts first.
 
         For a bias, the unflattened output shape, such as [heads, width].
         """
@@ -111,7 +111,7 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
     The values that `lora.unmerge` restores are not stored.
 
     Args:
-        model: Model with or without values.
+        model: Model, which may be abstract (shapes only).
         codes: Whether the layout can store the arrays of quantized kernels.
 
     Raises:
@@ -135,7 +135,7 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class Rearrange:
-    """Reshape, transpose and second reshape of an array, like `einops.rearrange`.
+    """Reshape, transpose and second reshape of an array, as in `einops.rearrange`.
 
     Accepts NumPy, JAX and lazy arrays.
 
@@ -153,7 +153,7 @@ class Rearrange:
 
     @property
     def inverse(self) -> "Rearrange":
-        """Rearrangement from ``target`` back to ``source``."""
+        """Inverse rearrangement, from ``target`` to ``source``."""
         split_shape = tuple(self.split[i] for i in self.order)
         return Rearrange(self.target, split_shape, tuple(map(int, np.argsort(self.order))), self.source)
 
@@ -163,7 +163,7 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class ValueChange:
-    """Change of an external array's values during loading or saving.
+    """Scaling and feature order applied to an external array during loading or saving.
 
     Attributes:
         times: Factor, applied in float32 and rounded once.
@@ -212,21 +212,21 @@ UNCHANGED = ValueChange()
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Layout of an external array: the parts of parameters that it contains, and their order.
+    """Layout of an external array: the parameter slices that it contains, and their order.
 
     Attributes:
         key: Name of the parameters (`Parameter.key`).
-        part_shape: Shape of each part in the external array.
-        parts: Parts that the array contains. Several parts are stacked along ``axis``.
-        axis: Axis of the stack. `None` for a single part.
+        part_shape: Shape of each parameter slice in the external array.
+        parts: Parameter slices in the array. Several slices are stacked along ``axis``.
+        axis: Axis of the stack. `None` for a single slice.
         order: Permutation from the dimensions of a part in memory to the dimensions in the array, applied before the
             reshape to ``part_shape``. Empty if the order is the same.
         change: Change to apply to the values during loading or saving.
         axes: Logical axes of the array, if the layout defines them.
-        tensor_part: Part of a tensor that corresponds to the array, if the file stores the array transposed or in one
-            tensor with other arrays.
+        tensor_part: Slice of the stored tensor that corresponds to the array, if the file stores the array transposed
+            or fused with other arrays.
         rearrange: Rearrangement from the file's shape to this array's shape, if they differ.
-        columns: Columns of the file's array that belong to this array, if the file's array contains more.
+        columns: Columns of the file's array that belong to this array, if the file's array has other columns too.
     """
 
     key: str

@@ -49,7 +49,7 @@ def hull_of_range(shape: tuple[int, ...], start: int, stop: int) -> Box:
 
 
 def matching_dimensions(shape: tuple[int, ...], other_shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield the shortest runs of consecutive dimensions of two shapes that have equal numbers of values."""
+    """Yield pairs of the shortest runs of consecutive dimensions with equal sizes in both shapes."""
     i = j = 0
     while i < len(shape) or j < len(other_shape):
         starts, a, b = (i, j), shape[i], other_shape[j]

@@ -15,7 +15,7 @@ def coded_array(codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, L
     """Return quantized weights as a lazy float32 array. Reading a box dequantizes it.
 
     Args:
-        codes: Format of the codes.
+        codes: Quantization format.
         shape: Shape of the weights, ``[O, I]``, or ``[E, O, I]`` for all experts.
         parts: Arrays of a `QuantizedWeight` by name: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
     """
@@ -40,7 +40,7 @@ def _decode(codes: CodeFormat, shape: tuple[int, ...], parts: LazyArrays, box: B
 def _decode_tiles(
     codes: CodeFormat, parts: LazyArrays, experts: list[slice], rows: slice, columns: slice
 ) -> np.ndarray:
-    """Decode any range of rows. The range of columns must start and end at tile boundaries."""
+    """Dequantize any range of rows. The range of columns must start and end at tile boundaries."""
     (tile_rows, tile_columns), per_byte = codes.tile, 1 + codes.is_packed
     tiles = (
         slice(rows.start // tile_rows, -(-rows.stop // tile_rows)),

@@ -24,8 +24,8 @@ _SHOWN = 5
 def refuse_config_mismatch(model: CausalLM) -> None:
     """Raise CheckpointError if a model differs from the model that loading its config would build.
 
-    Compares modules, parameter shapes, and all attributes except attributes set by a strategy. The supported dtypes of
-    parameters are interchangeable. Skips adapters, because each layout checks whether it can store adapters.
+    Compares modules, parameter shapes, and all attributes except attributes set by a strategy. Parameters may have any
+    supported dtype. Adapters are not compared, because each layout checks whether it can store adapters.
     """
     check_model(model)
     family, config = type(model), model.config
@@ -66,7 +66,7 @@ def _differences(model: CausalLM, config_model: CausalLM) -> Iterator[str]:
 
 
 def _parts(model: CausalLM) -> dict[str, Any]:
-    """Return modules and parameter shapes by path. A quantized kernel has the shape of the float kernel."""
+    """Return modules and parameter shapes by path. A quantized kernel counts as a float kernel."""
     parts = dict[str, Any]()
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))

@@ -1,4 +1,4 @@
-"""Supported dtypes of weights, default dtype for loading, and dtype of a model's matrices."""
+"""Dtypes of weights: supported dtypes, the default dtype for loading, and the dtype of a model's matrices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +35,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 
 
 def default_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
-    """Return the default dtype for loading arrays into one parameter: their promoted `LazyArray.load_dtype`."""
+    """Return the default dtype of a parameter loaded from arrays, promoted from their `LazyArray.load_dtype`."""
     return np.dtype(jnp.result_type(*{array.load_dtype for array in arrays}))
 
 

@@ -20,21 +20,21 @@ Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 @dataclass(frozen=True)
 class LazyArray:
-    """Array with a shape and a dtype, and with a function that reads its values one box at a time.
+    """Array with a known shape and dtype, whose values are read or computed on demand, one box at a time.
 
     Attributes:
         shape: Shape of the whole array.
         dtype: Dtype of the values that are read.
-        read_box: Function of (box, empty) that returns the values of a box. ``empty`` may allocate the result.
+        read_box: ``read_box(box, empty)`` returns the values in a box. It may allocate the result with ``empty``.
         block: Preferred size of a read in bytes.
-        codes: Quantization format in the file. `None` for plain values.
+        codes: Quantization format in the file. `None` if the values are not quantized.
         parts: Stored arrays of a quantized weight: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
         file: Name of the file, for messages.
         tensors: Names of the tensors that the array reads, if they differ from the array's name.
-        stored: (name of the dtype in the file, size in the file in bytes), for formats such as GGUF with types that
-            ``dtype`` and ``codes`` cannot describe.
+        stored: Pair of type name and size in bytes in the file, for types that ``dtype`` and ``codes`` cannot describe,
+            such as the types of GGUF.
         fault: Error message if the array's headers are invalid. An array with a fault must not be read.
-        holders: Processes that have all values. Set only for an array that spans processes.
+        holders: Processes whose shards contain all values. Set only for an array that spans processes.
         global_array: Function that computes the whole array on all devices. Set only for an array that spans processes.
     """
 
@@ -59,7 +59,7 @@ class LazyArray:
 
     @classmethod
     def faulty(cls, fault: str, tensors: tuple[str, ...]) -> "LazyArray":
-        """Return an array without values. The ``fault`` is reported before any array is read."""
+        """Return a placeholder for an invalid array. Loading reports its ``fault`` before reading any array."""
         return cls((), np.dtype(np.float32), _refuse_read, fault=fault, tensors=tensors)
 
     @property
@@ -228,7 +228,7 @@ LazyArrays = Mapping[str, LazyArray]
 
 
 def merge_columns(parts: Sequence[tuple[LazyArray, Sequence[int]]]) -> LazyArray:
-    """Invert `LazyArray.take` along the last dimension. ``parts`` are pairs of an array and its column indices."""
+    """Merge arrays along the last dimension. ``parts`` are pairs of an array and its column indices in the result."""
     order, first_array = np.argsort(np.concatenate([columns for _, columns in parts])), parts[0][0]
 
     def read(box: Box, empty: Empty) -> np.ndarray:

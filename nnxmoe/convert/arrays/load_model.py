@@ -1,4 +1,4 @@
-"""Compare the arrays that an abstract model (shapes only) needs with the stored arrays, and load the arrays."""
+"""Compare the arrays that an abstract model (shapes only) requires with the stored arrays, and load them."""
 
 import dataclasses
 import os
@@ -42,13 +42,13 @@ def check_config(config: DecoderConfig) -> None:
 def abstract_model(
     config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None, *, mtp: bool = False
 ) -> CausalLM:
-    """Build a model with shapes but no values.
+    """Build an abstract model (shapes only).
 
     Args:
         config: Config of the model.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         mesh: Mesh of the model. Defaults to the strategy's mesh.
-        mtp: Whether to add the layers for multi-token prediction.
+        mtp: Whether to add the multi-token prediction layers.
     """
     return model_class(config)(config, with_mesh(strategy, mesh), rngs=None, mtp=mtp)
 
@@ -59,8 +59,8 @@ def fold_query_scale_if_cast(
     """Fold the config's query scale into the weights if loading casts them, so that they are rounded only once.
 
     Returns:
-        Tuple of the config to load with and the factor on the query weights. If no array is cast, the unchanged config
-        and 1.0. See `DecoderConfig.folded`.
+        Tuple of the config to load with and the factor on the query weights: `DecoderConfig.folded`, or the unchanged
+        config and 1.0 if no array is cast.
     """
     is_cast = dtype is not None and any(array.dtype != dtype for array in arrays)
     return config.folded() if is_cast else (config, 1.0)
@@ -69,10 +69,10 @@ def fold_query_scale_if_cast(
 def compare_arrays(
     layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport, *, strict: bool = False
 ) -> LoadReport:
-    """Add the differences between the arrays of a layout and the stored arrays to a report.
+    """Report the differences between the arrays that a model requires and the stored arrays.
 
     Args:
-        layouts: Array name -> layout of an array that the model needs.
+        layouts: Array name -> layout of an array that the model requires.
         arrays: Stored arrays by name.
         report: Report to extend.
         strict: Whether unexpected arrays are errors.
@@ -118,13 +118,13 @@ def load_model(
     """Set the values and ``load_report`` of an abstract model.
 
     Args:
-        model: Model with shapes but no values.
+        model: Abstract model (shapes only).
         layouts: Array name -> layout of the model's parameters in that array.
         arrays: Arrays of the checkpoint by name.
         dtype: Dtype of the parameters, except parameters with a fixed dtype. Defaults to the stored dtype.
         report: Result of `compare_arrays`.
-        mismatch: Start of the error message.
-        remedy: End of the error message if arrays are missing.
+        mismatch: First line of the error message.
+        remedy: Last line of the error message if arrays are missing.
 
     Raises:
         LoadError: Arrays are missing or wrong. The message lists up to 20 arrays.

@@ -29,9 +29,9 @@ class LoadReport:
         revision: Branch, tag or commit on the hub.
         weights: Dtype or quantization type -> bytes in memory, including scales. Replicas on several devices count
             once.
-        quantization_error: Root mean square of the error from ``quantize``, relative to the root mean square of the
-            weights.
-        towers: Parts of a multimodal checkpoint other than the text model. Their tensors are skipped.
+        quantization_error: RMS error of the weights due to ``quantize``, relative to the RMS of the weights.
+        towers: Components of a multimodal checkpoint outside the text model, such as ``vision_tower``. Their tensors
+            are skipped.
     """
 
     source: str
@@ -62,7 +62,7 @@ class LoadReport:
         return self.bytes_read / max(self.seconds, 1e-9)
 
     def warn(self) -> None:
-        """Log one warning about unread tensors, notes, and NaN or infinite values, if there are any."""
+        """Log a single warning with the notes, unread tensors, and NaN or infinite values, if any."""
         messages = list(self.notes)
         if self.towers:
             messages.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")

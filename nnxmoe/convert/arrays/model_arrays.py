@@ -1,4 +1,4 @@
-"""Lazy arrays of a layout, computed from a model's parameters. The parameters may span processes."""
+"""Lazy arrays to save, computed from a model's parameters, which may span processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from nnxmoe.sharding import spans_hosts
 
 
 def model_arrays(layouts: Mapping[str, ArrayLayout], dtype: Any = None) -> dict[str, LazyArray]:
-    """Return the lazy arrays of a layout by name, computed from the parameters when they are read.
+    """Return the arrays of a layout by name, as lazy arrays that are computed from the parameters on reading.
 
     Args:
         layouts: Array name -> layout.
         dtype: Dtype of the arrays. Defaults to the dtype of the parameters. Integers are never cast.
 
     Raises:
-        ValueError: The model has shapes but no values.
+        ValueError: The model is abstract (shapes only).
     """
     arrays, holders_of = dict[str, LazyArray](), _holders(layouts)
     for name, layout in layouts.items():
@@ -53,7 +53,7 @@ def _tensor(name: str, layout: ArrayLayout) -> str:
 
 
 def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
-    """Return the processes whose shards contain all parts of a tensor, by tensor name."""
+    """Map each tensor name to the processes whose shards contain the whole tensor."""
     holders = dict[str, set[int]]()
     for name, layout in layouts.items():
         tensor = _tensor(name, layout)
@@ -65,13 +65,13 @@ def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
 
 
 def _stack_index(layout: ArrayLayout, part: Parameter) -> tuple[int, ...]:
-    """Return the index of a part in its parameter, or the index of the whole stack if the layout stacks parts."""
+    """Return the index of a slice in its parameter, or of the whole stack if the layout stacks slices."""
     return part.at if layout.axis is None else part.at[:-1]
 
 
 @dataclass(frozen=True)
 class _ModelArray:
-    """Array of a layout, assembled from parameters when it is read.
+    """Array that is assembled from parameter slices when it is read.
 
     If ``is_collective``, no single process has the whole tensor. All processes must then read it at the same time.
     """

@@ -1,4 +1,4 @@
-"""Read the arrays of a checkpoint into the parameters of a model, for every layout, with or without a mesh.
+"""Load the arrays of a checkpoint into the parameters of a model, which may be sharded over a mesh.
 
 Each parameter has one aligned buffer per distinct shard on this process's devices. Arrays are read in blocks, and each
 block is read once. The values of a block are cast, transposed and copied into every buffer that overlaps the block.
@@ -33,7 +33,7 @@ AHEAD_BYTES = 128 << 20  # limit on the total size of parameters that are read b
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension.
 Buffers = dict[Ranges, np.ndarray]  # A parameter's shards on this process's devices.
-BoxView = tuple[Box, np.ndarray]  # Box of an array, and the part of a buffer that receives the box's values.
+BoxView = tuple[Box, np.ndarray]  # Box of an array, and the buffer view that receives its values.
 
 
 class LoadTarget(NamedTuple):
@@ -52,9 +52,9 @@ class LoadGroup(NamedTuple):
 
 
 class ParameterLoader:
-    """Loader of parameter groups. Up to 8 threads read, and the calling thread puts finished groups on the devices.
+    """Loader of parameter groups. Up to 8 threads read, and the calling thread transfers finished groups to devices.
 
-    Host memory is limited to one group, or to several groups of at most AHEAD_BYTES in total.
+    The buffers in host memory contain a single group, or several groups of at most AHEAD_BYTES in total.
 
     Attributes:
         layouts: Array name -> layout.
@@ -71,7 +71,7 @@ class ParameterLoader:
         self._scratch, self._allocator = ScratchBuffers(), BlockAllocator()
 
     def load(self, groups: Iterable[LoadGroup]) -> dict[Path, jax.Array]:
-        """Return the parameters of all groups as JAX arrays with their shardings."""
+        """Load all groups, and return the sharded parameters by path."""
         device_arrays: dict[Path, jax.Array] = {}
         pending: deque[tuple[LoadGroup, dict[Path, Buffers], int, list[Future[Any]]]] = deque()
         pending_bytes = 0
@@ -108,7 +108,7 @@ class ParameterLoader:
     def submit_reads(
         self, names: Iterable[str], buffers: Mapping[Path, Buffers], pool: Executor
     ) -> list[Future[tuple[str, int, int]]]:
-        """Submit the reads of arrays into the buffers of parameters."""
+        """Submit reads that fill the parameters' buffers from the named arrays."""
         reads = []
         for name in names:
             layout, array = self.layouts[name], self.arrays[name]
@@ -146,7 +146,7 @@ class ParameterLoader:
 
         def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             if buffer is not None and buffer.dtype == dtype:
-                return buffer  # the read writes into the buffer without a copy
+                return buffer  # read directly into the buffer, without a copy
             return self._scratch.empty("raw", (1, math.prod(shape)), dtype).reshape(shape)
 
         values = array.read_box(box, empty)
@@ -209,9 +209,9 @@ def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[
 
 
 def _split_box(box: Box, itemsize: int, block: int, row_multiple: int) -> Iterator[Box]:
-    """Split a box into pieces of about ``block`` bytes, with a multiple of ``row_multiple`` rows.
+    """Split a box into boxes of about ``block`` bytes, each with a multiple of ``row_multiple`` rows.
 
-    With a suitable multiple, a transpose writes whole cache lines.
+    With a multiple of 64 rows, a transpose writes whole cache lines.
     """
     if not box:
         yield box

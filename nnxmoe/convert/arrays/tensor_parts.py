@@ -1,6 +1,6 @@
-"""Split tensors with several parameters on loading, and join the parts on saving.
+"""Split tensors that contain several parameters during loading, and join the parts during saving.
 
-Only this module handles tensors with several parameters, and tensors with inputs before outputs, as in gpt-oss.
+Only this module handles fused tensors such as ``gate_up_proj``, and kernels of shape [in, out] (gpt-oss).
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ _OF_EXPERT = re.compile(r"(.+?)\.[0-9]{1,9}\.(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """Part of a tensor that contains several parameters.
+    """Slice of a tensor that contains several parameters, such as the gate half of ``gate_up_proj``.
 
     Attributes:
         tensor: Name of the tensor.
         w: Row of the name table, with the range of outputs.
-        dim: Axis of the outputs before a transpose: 1 if the tensor contains all experts, else 0.
+        dim: Axis of the outputs in a tensor of shape [*E, out, in]: 1 if it contains all experts, else 0.
     """
 
     tensor: str
@@ -35,7 +35,7 @@ class TensorPart:
 
     @property
     def name(self) -> str:
-        """Array name of the part."""
+        """Name of the array that contains only this part."""
         return self.w.label(self.tensor)
 
     def outputs(self, size: int) -> range:
@@ -88,7 +88,7 @@ def _swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Replace each tensor that contains several parameters by its parts.
+    """Replace each tensor that contains several parameters with its parts.
 
     Args:
         table: Parameter key -> tensor name and part.
@@ -111,7 +111,7 @@ def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
 
 
 def join_parts(arrays: LazyArrays, parts: Mapping[str, TensorPart | None]) -> dict[str, LazyArray]:
-    """Invert `split_tensors`, for saving.
+    """Join parts into tensors for saving. Inverse of `split_tensors`.
 
     Args:
         arrays: Arrays of a layout by name.

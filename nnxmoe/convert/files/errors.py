@@ -11,7 +11,7 @@ class CheckpointError(ValueError):
 def error_summary(error: BaseException) -> str:
     """Return the type and message of an error.
 
-    Removes TensorStore's suffix (``[tensorstore_spec='…']``), and the middle of texts with 400 or more characters.
+    Removes TensorStore's suffix (``[tensorstore_spec='…']``), and the middle of texts of 400 or more characters.
     """
     text = re.sub(r" \[[a-z_ ]+='.*", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
     return text if len(text) < 400 else f"{text[:150]} … {text[-200:]}"

@@ -11,7 +11,7 @@ import numpy as np
 
 _LINE = 64  # bytes per cache line, and the alignment that JAX requires
 _BLOCK = 32 << 20
-_MOST_THREADS = 8  # memory bandwidth limits additional threads, and each thread needs buffers
+_MOST_THREADS = 8  # memory bandwidth is the limit, and each thread needs buffers
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def reader_threads() -> Iterator[ThreadPoolExecutor]:
 class ScratchBuffers(threading.local):
     """Reusable buffers per thread.
 
-    Page faults in newly allocated memory take as long as reading data into the memory.
+    Reuse avoids page faults in newly allocated memory, which take as long as reading the data.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class ScratchBuffers(threading.local):
 class BlockAllocator:
     """Allocator of uninitialized aligned arrays.
 
-    Small arrays share a block, which is freed with the last array in it. The operating system maps large blocks with
-    large pages. Mapping small pages would take as long as reading the data.
+    Small arrays share a block, which is freed with the last array in it. The operating system can map large blocks with
+    huge pages. Page faults on small pages would take as long as reading the data.
     """
 
     def __init__(self) -> None:

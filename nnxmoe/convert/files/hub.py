@@ -15,7 +15,7 @@ from nnxmoe.convert.files.untrusted_files import is_gguf, refuse_url
 
 T = TypeVar("T")
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"  # checkpoint in this package
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"  # checkpoint shipped in this package
 
 # Patterns of tokenizer files in every format, and of a checkpoint's Python code. Loading downloads these files, and
 # saving copies them from the model's source folder. The code is never run.
@@ -47,11 +47,11 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Return the local folder or GGUF file. `None` for a hub id.
+    """Return the path of a local folder or GGUF file, or `None` for a hub id.
 
     Args:
-        path_or_hub_id: Folder, GGUF file, hub id, or GGUF file in a hub repository (``org/name/file.gguf``). The text
-            ``demo`` stands for the checkpoint in this package, and ``./demo`` for a folder.
+        path_or_hub_id: Folder, GGUF file, hub id, or GGUF file in a hub repository (``org/name/file.gguf``). ``demo``
+            is the checkpoint shipped in this package, and ``./demo`` is a folder.
         error: Error class to raise if the argument is neither a path nor a hub id.
     """
     text = path_text(path_or_hub_id, error, "path_or_hub_id")
@@ -99,10 +99,10 @@ def snapshot(
     skip: Sequence[str],
     error: type[ValueError],
 ) -> Path:
-    """Download the missing files of a hub repository and return its folder in the hub cache.
+    """Download the files of a hub repository that the hub cache lacks, and return the folder in the cache.
 
     Args:
-        repo_id: Hub id, or ``org/name/file.gguf`` to download this file with its other parts and return its path.
+        repo_id: Hub id, or ``org/name/file.gguf`` to download this file with its other splits and return its path.
         revision: Branch, tag or commit.
         local_files_only: Whether to use only files in the cache.
         patterns: Patterns of the files to download.
@@ -145,7 +145,7 @@ def _online(failure: Exception) -> str:
 
 
 def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
-    """Call the hub, and convert exceptions to ``error`` with the remedy in the message."""
+    """Return ``call()``. Exceptions of the hub library are raised as ``error`` with a remedy in the message."""
     try:
         return call()
     except Exception as failure:

@@ -1,7 +1,8 @@
-"""Read safetensors headers: the location of each tensor. The safetensors library parses and validates the headers.
+"""Read tensor locations from safetensors headers. The safetensors library parses and validates the headers.
 
-`nnxmoe.convert.storage.checkpoint` reads the data, for two reasons. The library copies slices from a memory map, and a
-truncation of the file during reading causes SIGBUS. The library does not return FP8 as NumPy arrays (safetensors 0.8).
+`nnxmoe.convert.storage.checkpoint` reads the data instead of the library, for two reasons. The library uses a memory
+map, so that truncation of a file during reading causes SIGBUS. It also does not return FP8 as NumPy arrays
+(safetensors 0.8).
 """
 
 from collections.abc import Mapping
@@ -66,7 +67,7 @@ class TensorInfo:
         return DTYPES[self.dtype]
 
     def at(self, index: int) -> Self:
-        """Return the location of the slice at an index of the first dimension."""
+        """Return the location of one slice along the first dimension."""
         size = self.nbytes // self.shape[0]
         begin = self.begin + index * size
         return replace(self, shape=self.shape[1:], begin=begin, end=begin + size)

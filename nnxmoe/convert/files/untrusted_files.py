@@ -22,7 +22,7 @@ _LFS_MAGIC = b"version https://git-lfs"
 def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> None:
     """Raise ``error`` for URLs and for values that are not paths.
 
-    A URL such as ``gs://bucket/run`` would otherwise be a valid relative path.
+    A URL such as ``gs://bucket/run`` would otherwise be interpreted as a relative path.
     """
     if "://" in (text := path_text(path, error, name)):
         raise error(f"{text} is a URL: pass a local path, and copy the files from or to the URL yourself")
@@ -59,7 +59,7 @@ def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None
 
 
 def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -> bytes:
-    """Read a regular file. Raises ``error`` if it has more than ``limit`` bytes, counted during reading."""
+    """Read a regular file. Raises ``error`` if more than ``limit`` bytes can be read."""
     stat_regular_file(path, remedy, error)
     try:
         with open(path, "rb") as file:
