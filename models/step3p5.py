@@ -212,7 +212,7 @@ class Step3p5Config(PartialRopesConfig):
             for limit in filter(None, limits or ()):
                 Number(0.0)(name, limit)
 
-    def folded(self) -> tuple[Self, float]:
+    def fold_query_scale(self) -> tuple[Self, float]:
         """Return the config unchanged, because in this family transformers reads ``query_pre_attn_scalar``."""
         return self, 1.0
 

@@ -236,7 +236,7 @@ class DecoderConfig(KnownFields):
         """Factor that multiplies the scores in grouped-query attention."""
         return self.query_scalar**-0.5
 
-    def folded(self) -> tuple[Self, float]:
+    def fold_query_scale(self) -> tuple[Self, float]:
         """Return the config without query_pre_attn_scalar, and the equivalent factor to fold into the queries."""
         if self.query_pre_attn_scalar is None:
             return self, 1.0

@@ -206,7 +206,7 @@ def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize
 
 def _roundings(model: CausalLM, to: str, arrays: LazyArrays) -> tuple[str, ...]:
     """Describe the tensors that the target format scales and that are rounded to a dtype narrower than float32."""
-    factor = model.config.folded()[1] if to == "hf" else 1.0
+    factor = model.config.fold_query_scale()[1] if to == "hf" else 1.0
     floats = {array.dtype for array in arrays.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
     if (dtypes := floats - {np.dtype(np.float32)}) and math.frexp(factor)[0] != 0.5:
         return (f"queries multiplied by {factor:.4g} are rounded to {', '.join(sorted(map(str, dtypes)))}",)

@@ -39,8 +39,8 @@ CPU_FLOAT32 = 3.0
 # section 5.4.3; vLLM #12755). Prompt lookup: 1.5 ids per step on GSM8K, far more if answers copy the prompt.
 MTP, LOOKUP = "multi-token prediction", "prompt lookup"
 REACHABLE = {MTP: 0.85, LOOKUP: 1 / 3}
-LEAST = 1.1  # Minimum expected speedup for "auto". A smaller speedup is within the error of the estimate.
-MOST = 7  # Maximum number of ids that "auto" drafts with prompt lookup.
+MIN_SPEEDUP = 1.1  # Minimum expected speedup for "auto". A smaller speedup is within the error of the estimate.
+MAX_LOOKUP = 7  # Maximum number of ids that "auto" drafts with prompt lookup.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DraftCost:
         return REACHABLE.get(self.source, 0.0)
 
     @property
-    def pays(self) -> str:
+    def break_even_text(self) -> str:
         """Text that states when drafts are faster."""
         rate = self.break_even
         return f"are faster if more than {rate:.0%} are accepted" if math.isfinite(rate) else "are never faster"
@@ -88,7 +88,8 @@ class DraftCost:
 
     def __str__(self) -> str:
         traffic = self.bytes / self.plain_bytes
-        return f"{self.name}: a step reads {traffic:.2f} x the bytes in {self.ratio:.2f} x the time; drafts {self.pays}"
+        text = f"{self.name}: a step reads {traffic:.2f} x the bytes in {self.ratio:.2f} x the time"
+        return f"{text}; drafts {self.break_even_text}"
 
 
 def made(accepted: float, count: int) -> float:
@@ -230,7 +231,7 @@ def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
     """
     if model.mtp:
         return _cost(model, MTP, 1, mtp_modules(model), slots, capacity)
-    costs = [_cost(model, LOOKUP, count, None, slots, capacity) for count in range(1, MOST + 1)]
+    costs = [_cost(model, LOOKUP, count, None, slots, capacity) for count in range(1, MAX_LOOKUP + 1)]
     return max(costs, key=lambda cost: cost.speed(cost.expected))
 
 
@@ -246,7 +247,7 @@ def resolve(model: CausalLM, draft: DraftOption, slots: int, capacity: int) -> D
     if draft != "auto":
         raise ValueError(f"draft={short(draft)}: use 'auto', None, or an object such as nnxmoe.PromptLookup()")
     cost = auto_cost(model, slots, capacity)
-    if cost.speed(cost.expected) < LEAST:
+    if cost.speed(cost.expected) < MIN_SPEEDUP:
         raise ValueError(
             f"draft='auto' is not faster with {slots} slots: {cost}, and about {cost.expected:.0%} are expected to be. "
             "Remove draft=, or pass a draft such as nnxmoe.PromptLookup(4)"

@@ -203,16 +203,16 @@ def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
     return deterministic
 
 
-def cache_bytes(model: CausalLM, count: int, room: CacheSize) -> int:
+def cache_bytes(model: CausalLM, count: int, cache_size: CacheSize) -> int:
     """Compute the bytes of a cache of ``count`` rows in this process."""
-    arrays = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *room).layers))
+    arrays = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *cache_size).layers))
     return local_bytes((b.shape, b.dtype, None) for b in arrays)
 
 
-def cache_batch_axes(model: CausalLM, room: CacheSize) -> tuple[int, ...]:
+def cache_batch_axes(model: CausalLM, cache_size: CacheSize) -> tuple[int, ...]:
     """Find the batch axis of each cache array. In caches of scanned stacks, the layer axis comes first."""
     one_row, two_rows = (
-        jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2)
+        jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *cache_size).layers)) for n in (1, 2)
     )
     pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one_row, two_rows, strict=True))
     return tuple(next(i for i, (m, n) in enumerate(pair) if m != n) for pair in pairs)

@@ -117,7 +117,7 @@ class Sampling(KnownFields):
         fields, ignored = effective_fields(model.generation_config)
         if ignored and model not in _warned:
             _warned.add(model)
-            logger.warning("generation_config.json: %s: not supported, so ignored", listed(ignored))
+            logger.warning("generation_config.json: %s: not supported, so ignored", format_fields(ignored))
         try:
             options = {name: fields[name] for name in ("temperature", "top_p", "min_p") if name in fields}
             if fields.get("do_sample"):
@@ -135,7 +135,7 @@ class Sampling(KnownFields):
             }
             return cls(rules=_rules(fields, model), **sampling_options)
         except (TypeError, ValueError, IndexError, KeyError) as error:
-            raise ValueError(f"generation_config.json: {listed(fields)}: {error}") from None
+            raise ValueError(f"generation_config.json: {format_fields(fields)}: {error}") from None
 
     def min_new_tokens_after(self, prompt: int) -> int:
         """Return the minimum number of new tokens after a prompt of ``prompt`` tokens."""
@@ -168,10 +168,10 @@ def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
         if fields or ignored:
             _warned.add(model)
             text = "generation_config.json sets %s, which is not applied. To apply the supported fields, pass "
-            logger.warning(text + "sampling=Sampling.from_checkpoint(model)", listed(fields | ignored))
+            logger.warning(text + "sampling=Sampling.from_checkpoint(model)", format_fields(fields | ignored))
 
 
-def listed(fields: Mapping[str, Any]) -> str:
+def format_fields(fields: Mapping[str, Any]) -> str:
     """Format fields for a message."""
     return ", ".join(f"{name}={short(value, 60)}" for name, value in fields.items())
 

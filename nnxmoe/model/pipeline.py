@@ -89,16 +89,16 @@ class Pipeline:
         """Describe a pipeline of ``stages`` stages in one line."""
         if stages == 1:
             return f"{self}: one stage on this mesh, so batches are not split"
-        wait = f"of {self.turns(stages)} turns, each stage waits in {stages - 1} ({self.bubble(stages):.0%})"
+        wait = f"of {self.num_turns(stages)} turns, each stage waits in {stages - 1} ({self.bubble(stages):.0%})"
         return f"{self}: {stages} stages; {wait}"
 
-    def turns(self, stages: int) -> int:
+    def num_turns(self, stages: int) -> int:
         """Return the number of turns. In each turn a stage computes a microbatch or waits."""
         return self.microbatches + stages - 1
 
     def bubble(self, stages: int) -> float:
         """Return the fraction of turns in which a stage waits: ``(S - 1) / (M + S - 1)``."""
-        return (stages - 1) / self.turns(stages)
+        return (stages - 1) / self.num_turns(stages)
 
 
 def stages_of(mesh: AnyMesh | None) -> int:
@@ -195,7 +195,9 @@ class PipelinedStack(ScannedStack):
         layout = _Microbatches(self.pipeline.microbatches, stages_of(self.mesh), _rows_over(self.mesh), self.mesh)
         layers, tree = jax.tree.flatten(nnx.state(self.layer))
         leaves, tree_of_context = jax.tree.flatten(context)
-        leaves = [layout.on_all(a) if a.ndim > 1 else a for a in leaves]  # arrays with fewer than 2 axes have no rows
+        leaves = [
+            layout.replicate(a) if a.ndim > 1 else a for a in leaves
+        ]  # arrays with fewer than 2 axes have no rows
 
         def run(layers: list[Array], slots: Array, leaves: list[Array]) -> Any:
             state, stage = jax.tree.unflatten(tree, layers), jax.lax.axis_index(AXIS)
@@ -213,17 +215,17 @@ class PipelinedStack(ScannedStack):
 
         stage_spec, layer_spec = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
         specs = (stage_spec, stage_spec, PartitionSpec()), (stage_spec, layer_spec)
-        y, (infos, hidden) = shard_map(run, self.mesh, *specs, (AXIS,))(layers, layout.apart(x), leaves)
+        y, (infos, hidden) = shard_map(run, self.mesh, *specs, (AXIS,))(layers, layout.split(x), leaves)
         layer_infos = ByLayer() if infos is None else by_layer(_joined(infos, layout))
-        return Body(layout.together(y), None, layer_infos, () if hidden is None else tuple(layout.rows_of(hidden)))
+        return Body(layout.join(y), None, layer_infos, () if hidden is None else tuple(layout.rows_of(hidden)))
 
 
 def _turns(
     compute: Callable[[Array, Array], tuple[Array, Any]],
-    slots: Float[Array, "held rows T D"],
+    slots: Float[Array, "per_stage rows T D"],
     stage: Int[Array, ""],
     layout: "_Microbatches",
-) -> tuple[Float[Array, "held rows T D"], Any]:
+) -> tuple[Float[Array, "per_stage rows T D"], Any]:
     """Compute all microbatches on one stage with ``compute(x, microbatch) -> y, outputs``.
 
     The slots of a stage store its share of the microbatches. Per turn, a stage sends its result and one slot to the
@@ -235,7 +237,7 @@ def _turns(
 
     def turn(carry: tuple[Array, Array], turn_index: Array) -> tuple[tuple[Array, Array], Any]:
         received, slots = carry
-        microbatch, slot_index = turn_index - stage, turn_index % layout.held
+        microbatch, slot_index = turn_index - stage, turn_index % layout.per_stage
         slot = jax.lax.dynamic_index_in_dim(slots, slot_index, keepdims=False)
         x = jnp.where(stage == 0, slot, received)
         x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # an idle stage computes finite values
@@ -247,8 +249,8 @@ def _turns(
     turns = count + layout.stages - 1
     start = jnp.zeros_like(slots[0]), slots
     (received, slots), outputs = jax.lax.scan(turn, start, jnp.arange(turns))
-    last = jnp.where(stage == 0, received, slots[turns % layout.held])
-    slots = slots.at[turns % layout.held].set(jax.lax.ppermute(last, AXIS, ring))
+    last = jnp.where(stage == 0, received, slots[turns % layout.per_stage])
+    slots = slots.at[turns % layout.per_stage].set(jax.lax.ppermute(last, AXIS, ring))
     outputs = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, stage, count), outputs)  # drops idle turns
     return jnp.roll(slots, -layout.stages, axis=0), outputs
 
@@ -263,36 +265,38 @@ class _Microbatches:
     mesh: AnyMesh
 
     @property
-    def held(self) -> int:
+    def per_stage(self) -> int:
         """Number of microbatches per stage."""
         return self.parts // self.stages
 
     def place(self, part: Any) -> Any:
         """Return the slot index, over all stages, of the microbatch that is computed as number ``part``."""
-        return -(part // self.held) % self.stages * self.held + part % self.held
+        return -(part // self.per_stage) % self.stages * self.per_stage + part % self.per_stage
 
-    def apart(self, a: Array) -> Array:
+    def split(self, a: Array) -> Array:
         """Split an array ``[B, …]`` by stage and microbatch. Rows stay on their device."""
         return self._cut(a, AXIS)
 
     def _cut(self, a: Array, over: str | None) -> Array:
-        cut = a.reshape(self.stages, shard_count(self.mesh, self.axes), self.held, -1, *a.shape[1:])
+        cut = a.reshape(self.stages, shard_count(self.mesh, self.axes), self.per_stage, -1, *a.shape[1:])
         cut = jnp.moveaxis(shard_constraint(cut, self.mesh, over, self.axes), 2, 1)
-        return shard_constraint(cut.reshape(self.stages, self.held, -1, *a.shape[1:]), self.mesh, over, None, self.axes)
+        return shard_constraint(
+            cut.reshape(self.stages, self.per_stage, -1, *a.shape[1:]), self.mesh, over, None, self.axes
+        )
 
-    def together(self, a: Array) -> Array:
-        """Join microbatches into an array ``[B, …]``. Inverse of `apart`."""
-        cut = a.reshape(self.stages, self.held, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
+    def join(self, a: Array) -> Array:
+        """Join microbatches into an array ``[B, …]``. Inverse of `split`."""
+        cut = a.reshape(self.stages, self.per_stage, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
         return shard_batch(jnp.moveaxis(cut, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
 
-    def on_all(self, a: Array) -> Array:
+    def replicate(self, a: Array) -> Array:
         """Split an array ``[B, …]`` into ``[M, rows, …]``, replicated over the stages."""
         return self._cut(a, None).reshape(self.parts, -1, *a.shape[1:])
 
     def rows_of(self, kept: Array) -> Array:
         """Join values ``[M, L, rows, …]`` from `_turns` into ``[L, B, …]``."""
         kept = kept[np.argsort(self.place(np.arange(self.parts)))]
-        return jax.vmap(self.together, 2)(kept.reshape(self.stages, self.held, *kept.shape[1:]))
+        return jax.vmap(self.join, 2)(kept.reshape(self.stages, self.per_stage, *kept.shape[1:]))
 
 
 def _joined(infos: MoEInfo, layout: _Microbatches) -> MoEInfo:

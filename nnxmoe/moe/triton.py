@@ -19,7 +19,7 @@ from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
 from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
 from nnxmoe.sharding_rules import Rules
 
-SIZES = (128, 64, 32, 16)  # Candidate tile sizes. The largest size that divides the dimension is used.
+TILE_SIZES = (128, 64, 32, 16)  # Candidate tile sizes. The largest size that divides the dimension is used.
 COMPUTED = ("int8", "int4", "fp8", "fp4")  # Code dtypes that are dequantized without a lookup table.
 
 
@@ -73,7 +73,7 @@ class TritonMatmul:
 
         def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
             ins_first = tree.unflatten([0]).ins_first
-            return _sums(*((rows, d_out) if ins_first else (d_out, rows)), sizes, self.interpret)
+            return _kernel_gradient(*((rows, d_out) if ins_first else (d_out, rows)), sizes, self.interpret)
 
         return differentiable_grouped_matmul(multiply, outer, kernel.trainable)(rows, sizes, *leaves)
 
@@ -130,8 +130,10 @@ def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
         {16: 64, 64: 32, 128: 128}[height] if is_quantized else 128,
         128 if is_quantized and height == 16 else 64,
     )
-    depth = next((size for size in SIZES if size <= depth_limit and not any(length % size for length in lengths)), None)
-    width = next((size for size in SIZES if size <= width_limit and outs % size == 0), None)
+    depth = next(
+        (size for size in TILE_SIZES if size <= depth_limit and not any(length % size for length in lengths)), None
+    )
+    width = next((size for size in TILE_SIZES if size <= width_limit and outs % size == 0), None)
     if depth is None or width is None:
         return None
     return Tiles(height, width, depth, 8 if height == 128 else 4, 3 if height == 128 else 4)
@@ -245,10 +247,10 @@ def _value(code_format: CodeFormat, codes: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _sums(left, right, sizes, interpret):
+def _kernel_gradient(left, right, sizes, interpret):
     """Compute ``left.T @ right`` per group, ``[E, L, R]``."""
     count, groups, widths = left.shape[0], sizes.shape[0], (left.shape[1], right.shape[1])
-    tiles = [next((size for size in SIZES if width % size == 0), 0) for width in widths]
+    tiles = [next((size for size in TILE_SIZES if width % size == 0), 0) for width in widths]
     height = 32 if count // groups <= 64 else 64
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 

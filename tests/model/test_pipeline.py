@@ -147,7 +147,7 @@ def test_training_equals_accumulation_on_one_device(eight: Callable[..., Any], m
     Over the stages integers are gathered, masks and loads, but no activations, not even those of a microbatch."""
     found, (_, _, parts, _, axes) = eight(compared, *MESHES[mesh]), MESHES[mesh]
     assert found["losses"] < 1e-6 and found["parameters"] < 1e-6 and found["load"], found
-    assert found["permutes"] == 4 and found["turns"] == 2 * Pipeline(parts).turns(axes["pipe"]) + 2
+    assert found["permutes"] == 4 and found["turns"] == 2 * Pipeline(parts).num_turns(axes["pipe"]) + 2
     over = math.prod(size for axis, size in axes.items() if axis not in ("pipe", "tensor"))
     assert found["gathered"] < B // parts // over * T * SMALL["hidden_size"] * 4
 
@@ -352,7 +352,7 @@ def test_invalid_pipelines() -> None:
 
 def test_the_bubble_is_what_the_turns_say() -> None:
     pipeline = Pipeline(16)
-    assert pipeline.turns(4) == 19 and pipeline.bubble(4) == 3 / 19 and pipeline.bubble(1) == 0
+    assert pipeline.num_turns(4) == 19 and pipeline.bubble(4) == 3 / 19 and pipeline.bubble(1) == 0
     strategy = Strategy(pipeline=pipeline)
     assert strategy.stacking == Scanned() and "Pipeline(microbatches=16" in strategy.explain()
     assert "4 stages; of 19 turns, each stage waits in 3 (16%)" in pipeline.explain(4)

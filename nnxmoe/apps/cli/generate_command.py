@@ -15,7 +15,7 @@ from nnxmoe.apps.cli import loading
 from nnxmoe.apps.cli.loading import GREEDY, Speed, draft_of, sampling_of
 from nnxmoe.apps.cli.options import add_draft, add_loading, add_sampling, add_slots, count, natural, nonempty
 from nnxmoe.generation.ids import eos_ids
-from nnxmoe.generation.sampling import effective_fields, listed
+from nnxmoe.generation.sampling import effective_fields, format_fields
 from nnxmoe.generation.stop_strings import StopStringFilter, split_stop_strings
 from nnxmoe.runtime.progress import logger, say
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = loading.load(options)
     recommended_fields = effective_fields(model.generation_config)[0]
     if sampling == GREEDY and recommended_fields:
-        fields = listed(recommended_fields)
+        fields = format_fields(recommended_fields)
         say("generation_config.json recommends %s: chat and serve apply it, generate uses only its options", fields)
     if options.prompts is not None or options.samples > 1 or options.logprobs is not None:
         for line in json_lines(model, tokenizer, lines, sampling, options):

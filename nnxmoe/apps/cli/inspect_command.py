@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         print(line)
     reads = f"{bytes_text(cost.plain_bytes)} at batch {batch}; with {cost.name} {bytes_text(cost.bytes)}"
     print(f"drafts      a step reads {reads}, in {cost.ratio:.2f} x the time")
-    print(f"            they {cost.pays}; --draft auto expects {cost.expected:.0%}")
+    print(f"            they {cost.break_even_text}; --draft auto expects {cost.expected:.0%}")
     if summary.missing or summary.misshapen:
         missing, misshapen = len(summary.missing), len(summary.misshapen)
         raise ValueError(

@@ -133,7 +133,7 @@ def _temporary(step: PlannedStep) -> int:
     if work.pipeline is not None:  # every turn of the pipeline stores the layer inputs of a stage
         stages = stages_of(mesh)
         microbatches_per_stage = work.pipeline.microbatches // stages
-        turns = work.pipeline.turns(stages)
+        turns = work.pipeline.num_turns(stages)
         runs.append(_LayerRun.of(step, True, tokens // microbatches_per_stage, num_staged_layers // stages * turns))
         slots = tokens // microbatches_per_stage * width * (microbatches_per_stage + _SLOTS)
     inputs = sum(run.tokens * width * (2 if work.offload else run.times) for run in runs)

@@ -176,7 +176,7 @@ class PlannedStep:
     def runs(self, part: ParamSize) -> int:
         """Count the layer computations per step and device that use a variable."""
         if part.staged:
-            return part.layers // stages_of(self.mesh) * self.work.turns(self.mesh)
+            return part.layers // stages_of(self.mesh) * self.work.num_turns(self.mesh)
         return max(1, part.layers) * self.work.accumulate
 
 

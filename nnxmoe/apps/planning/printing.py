@@ -34,7 +34,7 @@ def table(plan: Any) -> str:
         _compiled(plan, line)
     if work.pipeline is not None:
         stages = plan.mesh["pipe"]
-        turns = f"{stages}; {work.microbatches} microbatches take {work.pipeline.turns(stages)} turns"
+        turns = f"{stages}; {work.microbatches} microbatches take {work.pipeline.num_turns(stages)} turns"
         line("stages", f"{turns}, {plan.bubble:.0%} of them idle", "exact")
     if work.chunks > 1:
         line("exchange", f"in {work.chunks} parts, one after another: ChunkedExchange(RaggedAllToAll(), {work.chunks})")

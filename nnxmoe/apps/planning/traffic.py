@@ -65,7 +65,7 @@ def traffic(step: PlannedStep) -> list[Traffic]:
     if work.pipeline is not None:
         tokens = step.rows * stages_of(mesh) // work.pipeline.microbatches // work.accumulate
         size = tokens * work.seq * config.hidden_size * VALUES
-        sums.add("collective-permute", (AXIS,), "tokens", 2 * size, 2 * work.turns(mesh))
+        sums.add("collective-permute", (AXIS,), "tokens", 2 * size, 2 * work.num_turns(mesh))
         sums.add("collective-permute", (AXIS,), "tokens", size, 2 * work.accumulate)
     collectives = list[Traffic]()
     for (kind, axes, data), size in sums.bytes.items():

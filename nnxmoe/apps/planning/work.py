@@ -75,7 +75,7 @@ class Work:
         """Tokens that pass through the model in one step."""
         return self.batch * (self.seq if self.train else 1)
 
-    def turns(self, mesh: AnyMesh) -> int:
+    def num_turns(self, mesh: AnyMesh) -> int:
         """Count how often a step computes a layer and gathers its kernels.
 
         Each part of the batch counts once. With a pipeline, each turn counts once per part.

@@ -59,11 +59,11 @@ def fold_query_scale_if_cast(
     """Fold the config's query scale into the weights if loading casts them, so that they are rounded only once.
 
     Returns:
-        Tuple of the config to load with and the factor on the query weights: `DecoderConfig.folded`, or the unchanged
-        config and 1.0 if no array is cast.
+        Tuple of the config to load with and the factor on the query weights: `DecoderConfig.fold_query_scale`, or the
+        unchanged config and 1.0 if no array is cast.
     """
     is_cast = dtype is not None and any(array.dtype != dtype for array in arrays)
-    return config.folded() if is_cast else (config, 1.0)
+    return config.fold_query_scale() if is_cast else (config, 1.0)
 
 
 def compare_arrays(

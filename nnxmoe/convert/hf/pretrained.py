@@ -207,7 +207,7 @@ def save_pretrained(
         if jax.process_index() == 0:
             extra_fields = {"quantization_config": quantization, "model_type": model.config.saved_type}
             extra_fields = {name: value for name, value in extra_fields.items() if value is not None}
-            write_auxiliary_files(temporary_folder, model, model.config.folded()[0], save_dtype, extra_fields)
+            write_auxiliary_files(temporary_folder, model, model.config.fold_query_scale()[0], save_dtype, extra_fields)
         write_sharded(temporary_folder, _shares(tensors, bar), shard_size, process=jax.process_index())
 
 
@@ -218,7 +218,7 @@ def arrays(model: CausalLM) -> dict[str, LazyArray]:
 
 def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArray], Any]:
     """Return (tensors to save, quantization_config). Includes the copies of tensors in prediction layers."""
-    layouts = tensor_layout(model, times=model.config.folded()[1])
+    layouts = tensor_layout(model, times=model.config.fold_query_scale()[1])
     layouts |= {name: layouts[original] for name, original in repeated_tensors(model, layouts).items()}
     layouts = {re.sub(r"^model\.", family_of(model).hf_root, name): layout for name, layout in layouts.items()}
     tensors = model_arrays(layouts)

@@ -198,7 +198,7 @@ def save(
         tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
         orbax_folder.write(stage, tree, bar, step=not parameters_only)
         if jax.process_index() == 0:
-            write_auxiliary_files(stage, model, model.config.folded()[0])
+            write_auxiliary_files(stage, model, model.config.fold_query_scale()[0])
 
 
 def load(

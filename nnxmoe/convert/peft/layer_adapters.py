@@ -29,7 +29,7 @@ class AdapterTensor:
         in_turn: Number of kernels with alternating outputs, or 1 if the kernels' outputs are consecutive.
         is_a: Whether the tensor is ``a`` instead of ``b``.
         times: Factor from values of ``b`` in nnxmoe to values in the file. For query projections, the factor on the
-            queries from `DecoderConfig.folded`, else 1.
+            queries from `DecoderConfig.fold_query_scale`, else 1.
     """
 
     name: str
@@ -84,7 +84,7 @@ class LayerAdapter:
         slot, tensors = self.slot, []
         adapter = slot.shapes(*self.numbers, np.dtype(np.float32))
         first_row = options(family_of(model).hf_names(model.config), slot.key)[0]
-        times = model.config.folded()[1] if slot.key.startswith(QUERY) else 1.0
+        times = model.config.fold_query_scale()[1] if slot.key.startswith(QUERY) else 1.0
         for letter, variable in (("A", adapter.a), ("B", adapter.b)):
             suffix = f"lora_embedding_{letter}" if slot.name == "embed" else f"lora_{letter}.weight"
             name, layer_shape = f"base_model.model.{self.module}.{suffix}", variable.shape[slot.depth is not None :]
