@@ -41,13 +41,13 @@ class Completion:
         sample: index of the sample among the samples of the prompt.
         prompt_ids: ids of the prompt.
         ids: new ids, including the stop id.
-        text: decoded ``ids`` without special tokens, cut before a stop string. Empty without a
+        text: decoded ``ids`` without special tokens, truncated before a stop string. Empty without a
             tokenizer.
         finish: "stop" for a stop id or a stop string, "length" for ``max_new_tokens``, "error" if the
             logits were NaN or infinite.
         logprobs: log-probability of each new id. See `Request`.
         top: most likely ids per position. See `Request`.
-        accepted: ``accepted[n]`` is the number of steps in which n ids of a draft were accepted.
+        accepted: ``accepted[n]`` is the number of steps that accepted n draft tokens.
     """
 
     prompt: int
@@ -66,7 +66,7 @@ class CompleteOptions(TypedDict, total=False):
 
     Attributes:
         min_new_tokens: see `RequestOptions`.
-        eos_token_id: ids that end the text. Defaults to the checkpoint's end tokens. If None, no id
+        eos_token_id: ids that end the text. Defaults to the checkpoint's EOS tokens. If None, no id
             ends the text.
         logit_bias: see `RequestOptions`.
         logprobs: see `RequestOptions`.
@@ -107,7 +107,7 @@ def complete(
             consumed before generation starts. Prefixes that prompts or samples share are computed once.
         tokenizer: a `Tokenizer`. Defaults to the tokenizer of the checkpoint, if it has one.
         sampling: sampling options. If None, decoding is greedy.
-        stop: stop strings. The text is cut before the first stop string.
+        stop: stop strings. The text is truncated before the first stop string.
         seed: one seed, or one seed per prompt. A sample depends only on its prompt, seed and index.
         slots: maximum number of rows that are decoded together.
         options: see `CompleteOptions`.
@@ -174,7 +174,7 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
     """Round ``tokens`` up to one of a few cache sizes.
 
-    Does not round past the length beyond which rotary embeddings depend on the longest row of a batch.
+    Never rounds past the length beyond which rotary embeddings depend on the longest row of the batch.
     """
     # Each size needs a separate compilation, so there are few sizes. `SMALLEST_CACHE` is the minimum for all rows
     # together. As a minimum per row, it would slow down 8 rows of the demo by a factor of three (two CPU cores).
@@ -208,7 +208,7 @@ def map_numbered(label: str, values: Sequence[Any], function: Callable[[Any], T]
     return results
 
 
-# Index of the prompt, its ids, its options, and the prefix that it shares with other prompts.
+# Prompt index, prompt ids, options, and the prefix shared with other prompts.
 _Job = tuple[int, tuple[int, ...], RequestOptions, Prefix | None]
 
 

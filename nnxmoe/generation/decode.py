@@ -49,14 +49,14 @@ def generate(
         tokens: prompts, [B, T].
         attention_mask: 0 for padding, on either side.
         sampling: sampling options. If None, decoding is greedy.
-        eos_token_id: ids that end a row. Defaults to the checkpoint's end tokens. If None, no id ends a
+        eos_token_id: ids that end a row. Defaults to the checkpoint's EOS tokens. If None, no id ends a
             row.
         draft: see `Engine`.
 
     Returns:
         Prompts followed by up to ``max_new_tokens`` ids. Ended rows are padded with the checkpoint's
-        pad id, or with its end id if there is no pad id. The dtype is the dtype of the prompts, or int32
-        if the prompts have fewer than 32 bits per id.
+        pad id, or with its EOS id if there is no pad id. The dtype is the dtype of the prompts, or int32
+        if the prompts have a narrower dtype.
 
     Raises:
         ValueError: if ids are outside the vocabulary, a prompt is empty, or the mask and ``tokens`` differ in
@@ -66,12 +66,12 @@ def generate(
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
     options = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
-    # Dynamic NTK scaling depends on the longest row of the batch. In transformers, ended rows still grow. With dynamic
-    # scaling, rows therefore also continue here after their end.
+    # Dynamic NTK scaling depends on the longest row of the batch. transformers keeps extending finished rows. With
+    # dynamic scaling, finished rows are therefore extended here too.
     end_ids = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
     if end_ids and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
-            f"{sampling}: with dynamic rotary embeddings, rows continue after their end, so min_new_tokens and "
+            f"{sampling}: with dynamic rotary embeddings, finished rows keep growing, so min_new_tokens and "
             "min_length are not supported for several rows. Generate one row at a time"
         )
     engine_options = dataclasses.replace(options, stop_ids=None) if end_ids else options
@@ -103,7 +103,7 @@ def stream(
     draft: DraftOption = None,
     constraint: Constraint | None = None,
 ) -> "Stream":
-    """Stream the continuation of one prompt in pieces of text, without the end token.
+    """Stream the continuation of one prompt in pieces of text, without the EOS token.
 
     The text of the prompt plus all pieces equals the decoded text of all ids, so the first piece may
     start with a space. Computation starts when the first piece is read.
@@ -130,7 +130,7 @@ class Stream(Iterator[str]):
 
     Attributes:
         tokens: number of new tokens so far.
-        finish: None until generation ends, then the reason as in `Request`: "stop" (an end token that
+        finish: None until generation ends, then the reason as in `Request`: "stop" (an EOS token that
             the text does not include), "length", "error" or "cancelled".
     """
 
@@ -219,7 +219,7 @@ def left_pad(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray,
 
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
-    """Return the checkpoint's pad id, or the first end id if the pad id is not in the vocabulary."""
+    """Return the checkpoint's pad id, or the first EOS id if the pad id is not in the vocabulary."""
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
     return int(pad) if pad is not None and 0 <= pad < model.config.vocab_size else (eos[0] if eos else 0)
 

@@ -1,4 +1,4 @@
-"""Drafts for speculative decoding: ids that the model verifies in one pass. They change the speed, never the ids."""
+"""Drafts for speculative decoding: ids that the model verifies in one pass. Drafts only change the speed."""
 
 import abc
 import dataclasses
@@ -81,7 +81,7 @@ class _Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelBasedDraft(abc.ABC):
-    """Draft by a model with a separate cache. A pytree whose leaves are the arrays of the model."""
+    """Base class of drafts that run a model with a separate cache. A pytree of the model's arrays."""
 
     graph: Any = dataclasses.field(metadata={"static": True}, repr=False)
     tree: Any = dataclasses.field(metadata={"static": True}, repr=False)
@@ -100,7 +100,7 @@ class ModelBasedDraft(abc.ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids in the vocabulary of the draft model."""
+        """Vocabulary size of the draft model."""
         return self.modules["decoder"].vocab_size
 
     @abc.abstractmethod
@@ -133,12 +133,12 @@ class ModelBasedDraft(abc.ABC):
         assert cache is not None
         return drafts, memory._replace(
             cache=dataclasses.replace(cache, length=length)
-        )  # removes the drafts from the cache
+        )  # removes the draft tokens from the cache
 
 
 @jax.tree_util.register_dataclass
 class ModelDraft(ModelBasedDraft):
-    """Draft by a smaller model: ``ModelDraft.of(small, 4)`` (speculative decoding, Leviathan et al. 2023).
+    """Draft tokens from a smaller model: ``ModelDraft.of(small, 4)`` (speculative decoding, Leviathan et al. 2023).
 
     `Engine` raises ValueError if the vocabulary sizes of the two models differ.
     """
@@ -164,7 +164,7 @@ class ModelDraft(ModelBasedDraft):
 
 @jax.tree_util.register_dataclass
 class MTPDraft(ModelBasedDraft):
-    """Draft by the model's multi-token prediction layer: ``MTPDraft.of(model)``.
+    """Draft tokens from the model's multi-token prediction layer: ``MTPDraft.of(model)``.
 
     Requires a model that was loaded with ``mtp=True``. The first-depth layer predicts one
     additional id. For more drafts, the layer reads its previous output states. The layer was not trained

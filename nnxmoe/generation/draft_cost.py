@@ -29,8 +29,9 @@ from nnxmoe.runtime.progress import say
 
 DraftOption = Draft | Literal["auto"] | None
 
-# Operations per byte read at which compute takes as long as reading. GPU: H100, 989 TFLOP/s and 3.35 TB/s.
-# TPU: v5p, 459 TFLOP/s and 2.77 TB/s. CPU: measured on two cores in bfloat16 with tests/benchmarks/models.py.
+# Arithmetic intensity (operations per byte read) at which compute takes as long as reading. GPU: H100, 989 TFLOP/s and
+# 3.35 TB/s. TPU: v5p, 459 TFLOP/s and 2.77 TB/s. CPU: measured on two cores in bfloat16 with
+# tests/benchmarks/models.py.
 BALANCE = {"gpu": 295.0, "tpu": 166.0, "cpu": 20.0}
 # On CPUs, a float32 product of one row takes as long as reading the weights. Products of several rows take longer:
 # Llama steps of 2 and 8 ids take 1.49 and 2.56 times as long as a step of one id (jax 0.10.2, two cores).
@@ -45,11 +46,11 @@ MAX_LOOKUP = 7  # Maximum number of ids that "auto" drafts with prompt lookup.
 
 @dataclasses.dataclass(frozen=True)
 class DraftCost:
-    """Cost of decoding steps that verify ``count`` drafts per row.
+    """Cost of decoding steps that verify ``count`` draft tokens per row.
 
     Attributes:
         source: source of the drafts.
-        count: number of drafts per row and step.
+        count: number of draft tokens per row and step.
         plain_bytes: bytes of weights and cache that a step without drafts reads.
         bytes: bytes of weights and cache that a step with drafts reads.
         ratio: time of a step with drafts / time of a step without drafts.
@@ -77,13 +78,13 @@ class DraftCost:
 
     @property
     def break_even_text(self) -> str:
-        """Text that states when drafts are faster."""
+        """Clause that states when drafts are faster, for messages."""
         rate = self.break_even
         return f"are faster if more than {rate:.0%} are accepted" if math.isfinite(rate) else "are never faster"
 
     @property
     def name(self) -> str:
-        """Text with the number and the source of the drafts."""
+        """Number and source of the draft tokens, as text."""
         return f"{self.count} draft{'s' * (self.count > 1)} by {self.source}"
 
     def __str__(self) -> str:
@@ -93,17 +94,17 @@ class DraftCost:
 
 
 def made(accepted: float, count: int) -> float:
-    """Return the expected number of ids per step with ``count`` drafts.
+    """Return the expected number of ids per step with ``count`` draft tokens.
 
     Args:
-        accepted: probability that a draft is accepted if all earlier drafts of the step are accepted
+        accepted: probability that a draft token is accepted if all earlier draft tokens of the step are accepted
             (Leviathan et al. 2023).
     """
     return sum(accepted**n for n in range(count + 1))
 
 
 def acceptance(ratio: float, count: int) -> float:
-    """Return the acceptance probability at which a step with ``count`` drafts yields ``ratio`` ids.
+    """Return the acceptance probability at which a step with ``count`` draft tokens yields ``ratio`` ids.
 
     Returns inf if ``ratio`` exceeds ``count + 1``.
     """
@@ -183,7 +184,7 @@ def _cost(model: CausalLM, source: str, count: int, draft_modules: Any, slots: i
     """Estimate the cost of steps with ``count`` drafts per row.
 
     Args:
-        draft_modules: modules of the draft, as in `ModelBasedDraft.modules`. If None, drafts are free.
+        draft_modules: modules of the draft, as in `ModelBasedDraft.modules`. If None, proposing drafts costs nothing.
     """
     decoder = strip_metadata(model)
     weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, CacheSize(capacity, 0))

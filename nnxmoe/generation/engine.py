@@ -57,7 +57,7 @@ class _Prefill:
     Attributes:
         requests: requests whose prompts are prefilled. Empty for the prefill of a prefix.
         prefix: the prefix that is prefilled, or None.
-        chunks: ids and validity masks that remain, each [rows, chunk size].
+        chunks: ids and validity masks of the remaining chunks, each [rows, chunk size].
         result: result of the chunks so far, or of the preceding prefix.
         shares_result: True if ``result`` belongs to a prefix, so its cache must not be donated.
     """
@@ -500,7 +500,7 @@ def _length(prefix: Prefix | None) -> int:
 
 
 def _update_request(request: Request, report: RowReport, row: int, new_ids: list[int]) -> None:
-    """Append the results in one row of a report to the request of the row."""
+    """Append one row of a report to the results of its request."""
     count = len(new_ids)
     request.ids += new_ids
     if request.progress is not None:

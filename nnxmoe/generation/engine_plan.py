@@ -25,7 +25,7 @@ class EnginePlan:
 
     Attributes:
         model: the model. Scanned layers are unrolled into a copy if memory permits.
-        limits: maximum sizes of request options, with space for the checkpoint's end tokens.
+        limits: maximum sizes of request options, with space for the checkpoint's EOS tokens.
         capacity: tokens per row, including the prompt and the new ids.
         slots: number of rows, a multiple of ``batch_shards``.
         batch_shards: number of shards of the batch on the mesh.
@@ -126,14 +126,14 @@ def _check_types(model: Any, limits: Any, **functions: Any) -> None:
 def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, capacity: int) -> Draft | None:
     if draft is not None and not model.token_independent():
         raise ValueError(
-            f"draft={draft}: with {model.strategy.dispatch} drafts would compete with real tokens for experts and "
-            "change the output. Use Strategy(dispatch=nnxmoe.Sorted())"
+            f"draft={draft}: with {model.strategy.dispatch}, draft tokens would compete with real tokens for "
+            "experts and change the output. Use Strategy(dispatch=nnxmoe.Sorted())"
         )
     resolved = draft_cost.resolve(model, draft, slots, capacity)
     if isinstance(resolved, ModelBasedDraft) and resolved.vocab_size != model.vocab_size:
         raise ValueError(
-            f"draft={resolved}: its vocabulary has {resolved.vocab_size} ids, but the model's has {model.vocab_size}: "
-            "pass a draft model with the same tokenizer and vocab_size"
+            f"draft={resolved}: its vocabulary has {resolved.vocab_size} ids, but the model's has {model.vocab_size}. "
+            "Pass a draft model with the same tokenizer and vocab_size"
         )
     return resolved
 

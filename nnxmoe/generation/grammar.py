@@ -1,4 +1,4 @@
-"""Constrain output to a JSON schema, a regular expression or a grammar with llguidance.
+"""Constrain output to a JSON schema, a regular expression or a grammar, using llguidance.
 
 The output matches the grammar, or is a prefix of a match if ``max_new_tokens`` truncates the output.
 """
@@ -23,7 +23,7 @@ _JSON = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
 
 
 class ConstraintState(Protocol):
-    """Constraint state of one generated text."""
+    """State of a constraint while one text is generated."""
 
     def advance(self, ids: Sequence[int]) -> None:
         """Append generated ids to the text."""
@@ -61,7 +61,7 @@ class Grammar:
     Grammars with the same tokenizer share tables. Building the tables takes about a second.
 
     Args:
-        text: grammar in llguidance's Lark dialect, or as returned by llguidance.
+        text: grammar in llguidance's Lark dialect, or in the JSON form that llguidance returns.
         tokenizer: tokenizer of the model.
     """
 
@@ -180,7 +180,7 @@ class _Matching:
             if self._matcher.is_error() and not self._warned:
                 self._warned = True
                 reason = short(self._matcher.get_error().strip(), 200)
-                logger.warning("a text with a grammar is truncated, because llguidance failed (%s)", reason)
+                logger.warning("llguidance failed, so a text with a grammar is truncated (%s)", reason)
             row[:] = 0
             for end_id in self._ends:
                 row[end_id // 32] |= np.uint32(1 << end_id % 32)

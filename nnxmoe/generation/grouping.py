@@ -1,4 +1,4 @@
-"""Prefill policies: prompts that share a batch, chunk sizes, and cached prefixes."""
+"""Prefill policies: how prompts are batched, split into chunks, and matched with cached prefixes."""
 
 import collections
 import itertools
@@ -14,7 +14,7 @@ from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # Tokens per prefill chunk.
 MAX_SMALL = 6  # Up to this many small chunks are faster than one large chunk.
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # Minimum tokens of up to 8 rows in total. Minimum rows above 1.
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # Minimum total tokens of up to 8 rows. Minimum rows above 1.
 _MAX_RECENT = 32  # Number of recent prompts that a new prompt is compared with.
 
 
@@ -22,7 +22,7 @@ def chunk_sizes(length: int) -> list[int]:
     """Return the chunk sizes of a prompt.
 
     Uses as many `LARGE` chunks as fit. The rest is covered by the fewest `SMALL` chunks, or by a `LARGE`
-    chunk if that is less work.
+    chunk if that is faster.
     """
     large, remainder = divmod(length, LARGE)
     small = -(-remainder // SMALL)

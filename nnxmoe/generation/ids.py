@@ -11,7 +11,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, whole_number
 
 Ids = Sequence[int] | Integer[Any, "_"]  # Ids of one text: a list, or a NumPy, JAX or torch array.
-EosIds = int | np.integer | Ids | None | EllipsisType  # `...` means the checkpoint's end tokens.
+EosIds = int | np.integer | Ids | None | EllipsisType  # `...` means the checkpoint's EOS tokens.
 T = TypeVar("T", bound=Iterable[Any])
 
 
@@ -45,7 +45,9 @@ def stop_ids(ids: Any, name: str, least: int = 0) -> tuple[int, ...]:
 def check_ids(ids: T, vocab: int, name: str = "token ids") -> T:
     """Return ``ids`` unchanged. Raises ValueError if an id is outside the vocabulary."""
     for invalid_id in [i for i in ids if not 0 <= i < vocab][:1]:
-        raise ValueError(f"{name} must be in 0 … {vocab - 1}, got {invalid_id}: is this the model's tokenizer?")
+        raise ValueError(
+            f"{name} must be in 0 … {vocab - 1}, got {invalid_id}: does the tokenizer belong to this model?"
+        )
     return ids
 
 

@@ -1,4 +1,4 @@
-"""Compiled programs for generation: passes over ids with a cache, and copies of rows between caches.
+"""Compiled programs for generation: forward passes with a cache, and copies of rows between caches.
 
 Weights are arguments of the programs, so models with the same structure share programs.
 """
@@ -39,7 +39,7 @@ class CacheSize(NamedTuple):
 
     Attributes:
         tokens: tokens per row.
-        lookahead: maximum number of newest tokens that may be removed again.
+        lookahead: maximum number of newest tokens that can be removed again (rejected drafts).
     """
 
     tokens: int
@@ -47,7 +47,7 @@ class CacheSize(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """Result of a pass.
+    """Result of a forward pass.
 
     Attributes:
         logits: logits of all ids of the pass, or of the last id.
@@ -65,7 +65,7 @@ class PassResult(NamedTuple):
 
 
 class LogitsMode(NamedTuple):
-    """Outputs that a pass computes.
+    """Outputs that a forward pass computes.
 
     Attributes:
         last_only: whether to compute logits of the last column only, and to skip the work for other

@@ -60,7 +60,7 @@ class RequestOptions:
         min_new_tokens: minimum number of new ids before a stop id can be sampled.
         sampling: sampling options. If None, decoding is greedy.
         stop_ids: ids that end the request. The stop id is the last id of the request. Defaults to the
-            checkpoint's end tokens. If None, no id ends the request.
+            checkpoint's EOS tokens. If None, no id ends the request.
         seed: seed of the random keys.
         sample: index of the sample among the samples of one prompt.
         logit_bias: maps ids to values that are added to their logits.
@@ -107,7 +107,7 @@ class RequestOptions:
         return None if self.constraint is None else self.constraint.start(vocab_size, self._stop_ids)
 
     def required_limits(self, vocab_size: int) -> EngineLimits:
-        """Return the engine limits that this request requires. `Engine` adds the checkpoint's end tokens."""
+        """Return the engine limits that this request requires. `Engine` adds the checkpoint's EOS tokens."""
         static = split_sampling(self.sampling, vocab_size)[0]
         return EngineLimits(max(1, len(self._stop_ids)), len(self.logit_bias), self.logprobs, static)
 
@@ -159,7 +159,7 @@ class RequestOptions:
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """Shared first ids of several requests. An engine prefills them once while the object is in use.
+    """Prompt prefix that several requests share. An engine prefills it once while the object is in use.
 
     Attributes:
         ids: the ids.

@@ -402,9 +402,9 @@ def _accept(
 
 
 def _masked(scores: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:
-    """Set the scores of ids that are not allowed to -inf.
+    """Set the scores of disallowed ids to -inf.
 
-    If the options of a row have excluded all allowed ids, the model's logits are used for the row.
+    If the options of a row exclude all allowed ids, the row uses the model's logits instead of the scores.
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     is_allowed = bits.reshape(len(scores), -1)[:, : scores.shape[1]] > 0

@@ -68,20 +68,20 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(KnownFields):
-    """Sampling options. Each option is off at its default.
+    """Sampling options. Each option is disabled by default.
 
     Attributes:
         temperature: divides the logits after the penalties. 0 means greedy decoding.
         top_k: sample from the k most likely tokens. 0 or None disables the limit.
-        top_p: sample from the fewest tokens whose probabilities sum to p.
+        top_p: sample from the fewest most likely tokens whose probabilities sum to at least p.
         min_p: sample from tokens that are at least p times as likely as the most likely token.
         repetition_penalty: values above 1 reduce the probability of tokens in the prompt and the new text.
         presence_penalty: subtracted once from the logit of each generated token. As in the OpenAI API
             and vLLM, tokens of the prompt do not count.
         frequency_penalty: subtracted per occurrence of a generated token. Tokens of the prompt do not
             count.
-        min_new_tokens: minimum number of new tokens before an end id can be sampled.
-        min_length: like ``min_new_tokens``, but counts the tokens of the prompt too.
+        min_new_tokens: minimum number of new tokens before an EOS id can be sampled.
+        min_length: like ``min_new_tokens``, but includes the tokens of the prompt.
         rules: rules that restrict the next id, or None.
     """
 
@@ -180,7 +180,7 @@ def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
     """Read the rules in the fields of generation_config.json. Returns None if there are no rules."""
     end_ids = eos_ids(model, ...)
     bad_words = [tuple(ids) for ids in fields.get("bad_words_ids", ())]
-    # transformers also removes the end ids from the bad words.
+    # transformers also removes the EOS ids from the bad words.
     bad_words = [ids for ids in bad_words if ids not in [(i,) for i in end_ids]]
     biases = [(tuple(ids), bias) for ids, bias in fields.get("sequence_bias", ())]
     rules = Rules(
@@ -330,7 +330,7 @@ def _apply_penalties(
 def _scale_and_filter(
     logits: Float[Array, "B V"], steps: StaticSampling, dynamic: DynamicSampling
 ) -> Float[Array, "B V"]:
-    """Divide the logits by the temperature and set removed tokens to -inf."""
+    """Divide the logits by the temperature, and set the logits of excluded tokens to -inf."""
     logits = logits / jnp.where(dynamic.temperature > 0, dynamic.temperature, 1)[:, None]
     return jnp.where(logits < _threshold(logits, dynamic)[:, None], -jnp.inf, logits) if steps.cut else logits
 

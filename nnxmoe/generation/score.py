@@ -25,7 +25,7 @@ from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 from nnxmoe.sharding_rules import shard_count
 
 TOKENS = 4096  # Tokens per pass (rows x length), unless a single row is longer.
-ROWS = (1, 8, TOKENS)  # Row counts per pass. Each count needs a compiled program, so there are few.
+ROWS = (1, 8, TOKENS)  # Row counts per pass. Each count needs a separate compilation, so there are few counts.
 LOGITS = 1 << 24  # Maximum number of logits in memory per device.
 
 Text = str | Ids

@@ -1,4 +1,4 @@
-"""Add the tokens that files other than ``tokenizer.json`` declare, as transformers 5 does.
+"""Add the tokens declared in files other than ``tokenizer.json``, as transformers 5 does.
 
 ``tokenizer_config.json`` declares tokens in ``added_tokens_decoder``, the ``*_token`` fields and
 ``extra_special_tokens``. Checkpoints without ``added_tokens_decoder`` may also have ``added_tokens.json``
@@ -146,7 +146,7 @@ def _check_token(value: Any, field: str) -> Any:
 
 
 def _as_added_token(value: Any, field: str, special: bool) -> tokenizers.AddedToken:
-    """Convert a str or an object with flags to an added token. A str becomes a special token."""
+    """Convert a str, or an object with flags, to an `AddedToken`. A str becomes a special token."""
     text = _token_text(_check_token(value, field))
     if isinstance(value, str):
         return tokenizers.AddedToken(text, special=True)

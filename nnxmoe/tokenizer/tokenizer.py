@@ -297,9 +297,11 @@ class Tokenizer:
             return self.chat_templates[name]
         if self.chat_templates:
             problem = f"{self._template_file}: no chat template is named {name!r:.60}"
-            remedy_text = f"Pass chat_template= one of {sorted(self.chat_templates)!r:.300}"
+            remedy_text = f"Set chat_template to one of {sorted(self.chat_templates)!r:.300}"
             raise TokenizerError(f"{problem}. {remedy_text}", self.source)
-        reason = f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a "
+        reason = (
+            f"{self.source}: no chat template found, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a "
+        )
         remedy = "base model: encode plain text instead, or add the template of its chat variant"
         raise TokenizerError(reason + remedy, self.source)
 

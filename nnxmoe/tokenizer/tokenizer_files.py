@@ -23,7 +23,7 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 REMEDY = "Download the file again"
-MAX_BYTES = 100_000_000  # Gemma's tokenizer.json has 33 MB
+MAX_BYTES = 100_000_000  # Gemma's tokenizer.json is 33 MB
 MAX_TEMPLATE_BYTES = 16_000_000
 MAX_GROWTH = 1000
 EXPLAINED_BYTES = 16_000_000  # rejected tokenizer.json files up to this size are parsed again for a clearer error
@@ -89,16 +89,16 @@ def _describe_folder(folder: Path) -> str:
         with (folder / model).open("rb") as file:
             tiktoken = model if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(400)) else None
     if tiktoken:
-        return f"{tiktoken} has tiktoken's format, which is not supported"
+        return f"{tiktoken} is in tiktoken's format, which is not supported"
     if tekken := next((name for name in names if name.startswith("tekken")), None):
-        return f"{tekken} has mistral-common's format, which is not supported"
+        return f"{tekken} is in mistral-common's format, which is not supported"
     if model:
         remedy = "load and save it with transformers.AutoTokenizer (and sentencepiece) to create tokenizer.json"
-        return f"{model} has SentencePiece's format, which is not supported: {remedy}"
+        return f"{model} is in SentencePiece's format, which is not supported: {remedy}"
     if bpe_files := [name for name in names if name in (VOCAB, MERGES)]:
         return f"{bpe_files[0]} needs {MERGES if bpe_files[0] == VOCAB else VOCAB} in the same folder: download it too"
     if "vocab.txt" in names:
-        return "vocab.txt has WordPiece's format, which is not supported"
+        return "vocab.txt is in WordPiece's format, which is not supported"
     return "The folder has no tokenizer files: download the model's tokenizer.json"
 
 
@@ -143,7 +143,7 @@ def _steps(component: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
-    """Raise TokenizerError if ``tokenizers`` assigned different ids to added tokens than the file.
+    """Raise TokenizerError if ``tokenizers`` assigned added tokens ids that differ from the file.
 
     This happens if the ids of the file are already in use or leave a gap.
     """

@@ -22,7 +22,7 @@ _ARGUMENT_ALIASES = ("parameters", "args", "input", "kwargs")  # Names of "argum
 
 
 class _CallForm(NamedTuple):
-    """Form of the tool calls in messages.
+    """Form of tool calls that a chat template may expect.
 
     Attributes:
         shape: "" for OpenAI's form. "typed" adds the type "function" if it is missing. "flat" moves

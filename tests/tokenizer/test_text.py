@@ -311,10 +311,10 @@ def test_tokenizers_panics_become_errors(folder: Path, capfd: pytest.CaptureFixt
 
 
 INSTEAD = {
-    "tokenizer.model": "tokenizer.model has SentencePiece's format.*save it with transformers",
-    "tekken.json": "tekken.json has mistral-common's format, which is not supported$",
-    "tiktoken.model": "tiktoken.model has tiktoken's format, which is not supported$",
-    "qwen.tiktoken": "qwen.tiktoken has tiktoken's format, which is not supported$",
+    "tokenizer.model": "tokenizer.model is in SentencePiece's format.*save it with transformers",
+    "tekken.json": "tekken.json is in mistral-common's format, which is not supported$",
+    "tiktoken.model": "tiktoken.model is in tiktoken's format, which is not supported$",
+    "qwen.tiktoken": "qwen.tiktoken is in tiktoken's format, which is not supported$",
     "vocab.json": "vocab.json needs merges.txt in the same folder",
     "merges.txt": "merges.txt needs vocab.json in the same folder",
     "README.md": "no tokenizer files",
@@ -328,7 +328,7 @@ def test_missing_tokenizer_json_names_what_is_there(tmp_path: Path) -> None:
             Tokenizer.from_pretrained(tmp_path)
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # Llama 3's
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model has tiktoken's format"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model is in tiktoken's format"):
         Tokenizer.from_pretrained(tmp_path)
 
 
