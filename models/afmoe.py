@@ -27,10 +27,10 @@ class AfmoeConfig(LayerWindowsConfig):
     """Config of Trinity.
 
     Attributes:
-        global_attn_every_n_layers: Interval of layers that attend to all keys, if ``layer_types`` is null.
+        global_attn_every_n_layers: Interval between full-attention layers. Used if ``layer_types`` is null.
         num_dense_layers: Number of dense layers at the start.
         attention_bias: Whether q, k, v and o have biases.
-        route_scale: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
+        route_scale: Factor that multiplies the normalized weights of the selected experts.
         mup_enabled: Whether to multiply embeddings by the square root of ``hidden_size``.
     """
 
@@ -47,7 +47,7 @@ class AfmoeConfig(LayerWindowsConfig):
         "score_func": ("sigmoid",),
     }
     ignored = "use_grouped_mm load_balance_coeff output_router_logits"
-    # DeepSeek-V3's names of these fields, for shared code.
+    # DeepSeek-V3's names for these fields, used by shared code.
     n_shared_experts = property(lambda self: self.num_shared_experts)
     first_k_dense_replace = property(lambda self: self.num_dense_layers)
 

@@ -29,9 +29,9 @@ class BailingHybridConfig(KimiMoEConfig):
     Attributes:
         linear_head_dim: Width of a head in recurrent layers. Defaults to ``head_dim``.
         linear_num_heads: Number of heads in recurrent layers. Defaults to ``num_attention_heads``.
-        layer_group_size: Interval of attention layers, if ``layer_types`` is null.
-        kda_safe_gate: Whether the logarithms of the decays are bounded to ``kda_lower_bound`` … 0.
-        kda_lower_bound: Lower bound of the logarithms of the decays.
+        layer_group_size: Interval between attention layers. Used if ``layer_types`` is null.
+        kda_safe_gate: Whether the log decays are bounded to the range ``kda_lower_bound`` … 0.
+        kda_lower_bound: Lower bound of the log decays.
     """
 
     model_type = "bailing_hybrid"

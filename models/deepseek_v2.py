@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-V2, 2024), based on the implementation in transformers.
 
 The layers are as in DeepSeek-V3, except for the router. It applies a softmax over all experts, without a correction
-bias. The scores of the selected experts are their weights. V2-Lite selects among all experts. V2 selects within groups,
+bias. The weights of the selected experts are their scores. V2-Lite selects among all experts. V2 selects within groups,
 and the score of a group is the score of its best expert.
 """
 

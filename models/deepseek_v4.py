@@ -286,7 +286,7 @@ FAMILY = Family(
     hf=HF_DEEPSEEK_V4,
     maxtext=DeepSeekV4MaxText(MAXTEXT_DEEPSEEK_V4),
     mtp_prefixes=("mtp.{}.", "mtp.{}."),
-    # PEFT has no adapters for a projection in groups of heads.
+    # PEFT does not support adapters on a grouped projection (one matrix per group of heads).
     peft_excluded=("attention.o_a",),
     presets={"deepseek-v4-flash": _FLASH},
     hub_ids={"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"},

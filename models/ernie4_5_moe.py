@@ -29,14 +29,14 @@ class Ernie45MoeConfig(DecoderConfig):
         moe_layer_end_index: Last layer that may have experts. -1 is the model's last layer.
         moe_layer_interval: In this range, layers have experts if their 1-based index is a multiple of this interval.
         moe_k: Experts per token.
-        moe_norm_min: Minimum of the sum that divides the weights of the selected experts.
+        moe_norm_min: Lower bound of the sum by which the weights of the selected experts are divided.
     """
 
     model_type = "ernie4_5_moe"
     architecture = "Ernie4_5_MoeForCausalLM"
     experts_field, experts_per_token_field = "moe_num_experts", "moe_k"
     scale_in_queries = False
-    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # DeepSeek-V3's name, for shared code
+    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # DeepSeek-V3's name, used by shared code
     aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     fixed = {"use_bias": (None, False)}
     ignored = "output_router_logits router_aux_loss_coef"

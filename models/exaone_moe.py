@@ -23,7 +23,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     """Config of K-EXAONE.
 
     Attributes:
-        sliding_window_pattern: Interval of layers that attend to all keys, if ``layer_types`` is null.
+        sliding_window_pattern: Interval between full-attention layers. Used if ``layer_types`` is null.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
             dense.
     """
@@ -37,7 +37,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     ignored = "output_router_logits"
     min_group_size = 2
     attention_bias = False
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, for shared code
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, used by shared code
 
     vocab_size: int = 102400
     intermediate_size: int = 16384

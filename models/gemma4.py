@@ -49,13 +49,13 @@ class Gemma4TextConfig(LayerRopesConfig):
 
     Attributes:
         global_head_dim: Head width in full-attention layers.
-        attention_k_eq_v: Whether full-attention layers have ``num_global_key_value_heads`` heads with keys as values.
+        attention_k_eq_v: Whether full-attention layers use ``num_global_key_value_heads`` heads of keys as values.
         per_layer_config: Object in which transformers saves ``global_head_dim`` and ``num_global_key_value_heads``.
-        final_logit_softcapping: Bound of the logits.
+        final_logit_softcapping: Soft cap of the logits.
         hidden_size_per_layer_input: Width of the separate input per layer. 0 if layers have no separate inputs.
         vocab_size_per_layer_input: Number of rows of the embedding table of these inputs.
         num_kv_shared_layers: Number of last layers that use the keys and values of an earlier layer of the same type.
-        use_double_wide_mlp: Whether the feed-forwards of these layers have twice the width.
+        use_double_wide_mlp: Whether the feed-forwards of layers with shared keys have twice the width.
         enable_moe_block: Whether each layer has ``num_experts`` experts in parallel with its dense feed-forward.
     """
 
@@ -149,7 +149,7 @@ class Gemma4TextConfig(LayerRopesConfig):
                     raise ConfigError(f"enable_moe_block requires {name}, but the field is null or missing")
 
     def to_hf(self) -> dict[str, Any]:
-        unused = "hidden_act", "per_layer_config"  # in transformers, per_layer_config overrides fields even if null
+        unused = "hidden_act", "per_layer_config"  # in transformers, null in per_layer_config also overrides fields
         return {name: value for name, value in super().to_hf().items() if name not in unused}
 
     def rope_of(self, attention_type: str) -> Rope:

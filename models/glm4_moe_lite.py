@@ -37,7 +37,7 @@ class Glm4MoeLiteConfig(DeepSeekV3Config):
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.8
-    first_k_dense_replace: int = one_of(1)  # published files also have mlp_layer_types, which has precedence
+    first_k_dense_replace: int = one_of(1)  # published files also have mlp_layer_types, which takes precedence
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
 
 

@@ -27,14 +27,14 @@ from nnxmoe.models.shared.tables import Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
-    """Config of the text model of GLM-5.3 Flash.
+    """Text config of GLM-5.3 Flash.
 
     ``hc_mult``, ``hc_sinkhorn_iters`` and ``hc_eps`` configure the residual streams, as in `DeepSeekV4Config`.
 
     Attributes:
-        linear_lower_bound: Lower bound of the logarithms of the decays. If null, the decays are not bounded.
+        linear_lower_bound: Lower bound of the log decays. If null, the decays are not bounded.
         index_kpool: Keys per pool. ``index_topk`` must be a multiple of this number.
-        swiglu_limit: Bound of the gate and up projections.
+        swiglu_limit: Bound of the outputs of the gate and up projections.
         indexer_types: Must be ``full`` for all attention layers.
     """
 
@@ -50,7 +50,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
     q_lora_rank: int = count(1536, most=2**20)
     qk_nope_head_dim: int = count(256, most=2**16)
     qk_rope_head_dim: int = one_of(0)
-    head_dim: int | None = count(None, least=0, most=2**16)  # ignored: transformers saves the rotated width in it
+    head_dim: int | None = count(None, least=0, most=2**16)  # ignored; transformers saves the rotated width here
     n_routed_experts: int = count(288, most=4096)
     layer_types: Sequence[str] | None = per_layer(LINEAR, "indexed_attention", FULL)
     linear_num_heads: int | None = count(64, most=2**14)

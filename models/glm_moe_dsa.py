@@ -32,8 +32,8 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
     Attributes:
         indexer_types: ``full`` (with an indexer) or ``shared`` (with the keys of the last full layer) per layer.
         index_topk_pattern: Indexer types if ``indexer_types`` is null, as words or as the letters F and S.
-        index_topk_freq: Interval of full layers from index ``index_skip_topk_offset - 1`` on, if both are null. All
-            layers before this index are full.
+        index_topk_freq: Interval between full layers, starting at index ``index_skip_topk_offset - 1``. Used if both
+            other fields are null. All layers before this index are full.
         index_skip_topk_offset: See ``index_topk_freq``.
     """
 

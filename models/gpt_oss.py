@@ -28,7 +28,7 @@ YARN |= {"original_max_position_embeddings": 4096}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LayerWindowsConfig):
-    """Config of gpt-oss. Without rope fields, YaRN extends 4096 positions by a factor of 32.
+    """Config of gpt-oss. If rope fields are missing, YaRN extends 4096 positions by a factor of 32.
 
     Attributes:
         intermediate_size: Width of an expert.
@@ -93,7 +93,7 @@ _GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").files_only
 
 
 def _others(projection: str, suffix: str) -> tuple[W, W]:
-    """Return the names of quantized experts in files of AutoRound and Unsloth. Unsloth interleaves gate and up."""
+    """Return the tensor names of experts quantized with AutoRound or Unsloth. Unsloth interleaves gate and up."""
     autoround_name = W("mlp.experts").each(f"{projection}_proj.{suffix}")
     if projection == "down":
         return autoround_name, W("mlp.experts.down_projs").each(suffix)

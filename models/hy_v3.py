@@ -27,7 +27,7 @@ class HyV3Config(DecoderConfig):
     Attributes:
         attention_bias: Whether q, k, v and o have biases.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
-        router_scaling_factor: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
+        router_scaling_factor: Factor that multiplies the normalized weights of the selected experts.
         num_nextn_predict_layers: Number of prediction layers. Some published files do not have this field.
     """
 
@@ -47,7 +47,7 @@ class HyV3Config(DecoderConfig):
     # The first three fields select which results are rounded to 16 bits.
     ignored = """enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id use_grouped_mm
         output_router_logits"""
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, for shared code
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, used by shared code
     first_k_dense_replace = 1
 
     vocab_size: int = 120832
@@ -85,7 +85,7 @@ _SHARED = {
     f"layer.moe.shared.{x}.kernel": (W(f"mlp.shared_mlp.{x}_proj.weight"), W(f"mlp.shared_experts.{x}_proj.weight"))
     for x in ("gate", "up", "down")
 }
-# Without the copies of the embedding and the head.
+# The rows for copies of the embedding and the output head are excluded.
 _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
 _HF: Hf = {
     **HF_DECODER, **HF_MOE, **_SHARED, **_MTP,

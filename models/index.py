@@ -1,4 +1,4 @@
-"""Index of the model modules. With the index, `nnxmoe.models` imports a module on first use.
+"""Index of the model modules, from which `nnxmoe.models` imports each module on first use.
 
 ``tests/models/test_registry.py`` compares the index with the modules.
 """

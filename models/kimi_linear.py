@@ -29,7 +29,7 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_LATENT, Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiMoEConfig(DeepSeekV3Config, KimiHybridConfig):
-    """Config fields shared by Kimi Linear and Ling 3, with the names in their published files.
+    """Config fields shared by Kimi Linear and Ling 3, named as in their published files.
 
     ``mlp_layer_types`` is ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
     dense.

@@ -38,8 +38,8 @@ class LagunaConfig(PartialRopesConfig):
         num_attention_heads_per_layer: Query heads per layer. Defaults to ``num_attention_heads``.
         gating: Whether the output gate has one factor per head (True, ``per-head``) or per component (``per-element``).
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
-        moe_routed_scaling_factor: Factor of the weights of the selected experts, which sum to 1 before this factor.
-        moe_router_logit_softcapping: Bound of the router's logits. 0 if the logits are not bounded.
+        moe_routed_scaling_factor: Factor that multiplies the normalized weights of the selected experts.
+        moe_router_logit_softcapping: Soft cap of the router's logits. 0 disables the cap.
     """
 
     model_type = "laguna"

@@ -1,7 +1,7 @@
 """Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023).
 
-The layers have grouped-query attention, a rotary embedding of halves, SwiGLU feed-forwards and optional biases. Mistral
-adds a sliding window.
+The layers have grouped-query attention, rotary embeddings that rotate halves, SwiGLU feed-forwards and optional biases.
+Mistral adds a sliding window.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class LlamaConfig(DecoderConfig):
 class MistralConfig(DecoderConfig):
     """Config of Mistral.
 
-    A query attends to the last ``sliding_window`` keys, including the key at its position, or to all keys if null.
+    A query attends to the last ``sliding_window`` keys, including its own, or to all keys if the field is null.
     """
 
     model_type = "mistral"
@@ -62,7 +62,7 @@ class MistralConfig(DecoderConfig):
 
 
 class LlamaLike(CausalLM):
-    """A decoder with Llama's layers, for subclasses that override parts of them."""
+    """A decoder with Llama's layers. Subclasses override parts of the layers."""
 
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         return self.gqa(index, bias=self.config.attention_bias, **kw)

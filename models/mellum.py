@@ -26,7 +26,7 @@ class MellumConfig(LayerRopesConfig):
         attention_bias: Whether q, k, v and o have biases.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers have experts.
         rope_parameters: One rope object per layer type.
-        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+        norm_topk_prob: Whether to normalize the weights of the selected experts to sum to 1.
     """
 
     model_type = "mellum"

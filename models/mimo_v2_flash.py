@@ -30,7 +30,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     Attributes:
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
         v_head_dim: Width of a value head.
-        attention_value_scale: Factor of the values. Null if values are not scaled.
+        attention_value_scale: Factor by which values are multiplied. Null if values are not scaled.
         sliding_window_size: Number of keys in the window, excluding the key at the query's position.
     """
 

@@ -28,7 +28,7 @@ from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 
 _SPARSE = "minimax_m3_sparse"
-# Field of sparse_attention_config in published files -> field of transformers.
+# Field of sparse_attention_config in published files -> field name in transformers.
 _NESTED = {
     "sparse_num_index_heads": "index_n_heads", "sparse_index_dim": "index_head_dim",
     "sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks",
@@ -38,7 +38,7 @@ _NESTED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniMaxM3VLTextConfig(PartialRotaryConfig):
-    """Config of the text model of MiniMax-M3.
+    """Text config of MiniMax-M3.
 
     Published files have the indexer's fields in ``sparse_attention_config``, and ``moe_layer_freq`` instead of
     ``mlp_layer_types``.
@@ -50,7 +50,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
         layer_types: ``full_attention``, or ``minimax_m3_sparse`` for layers with an indexer. If null, all layers are
             ``full_attention``.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers have experts.
-        routed_scaling_factor: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
+        routed_scaling_factor: Factor that multiplies the normalized weights of the selected experts.
         index_block_size: Keys per block.
         index_topk_blocks: Number of selected blocks, including the last ``index_local_blocks`` blocks.
     """

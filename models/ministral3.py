@@ -30,8 +30,9 @@ _YARN = FrozenDict(
 class Ministral3Config(DecoderConfig):
     """Config of Ministral 3.
 
-    ``llama_4_scaling_beta`` of the rope object determines how much queries grow with their position.
-    A query attends to the last ``sliding_window`` keys, including the key at its position, or to all keys if null.
+    The field ``llama_4_scaling_beta`` of the rope object determines how fast the scale of queries grows with their
+    position. A query attends to the last ``sliding_window`` keys, including its own, or to all keys if the field is
+    null.
     """
 
     model_type = "ministral3"

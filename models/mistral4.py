@@ -34,8 +34,8 @@ _YARN = FrozenDict(
 class Mistral4Config(DeepSeekV3Config):
     """Config of Mistral Small 4.
 
-    ``llama_4_scaling_beta`` of the rope object determines how much queries grow with their position. If the rope object
-    has ``partial_rotary_factor``, it is the rotated fraction of a query's width.
+    The field ``llama_4_scaling_beta`` of the rope object determines how fast the scale of queries grows with their
+    position. The optional field ``partial_rotary_factor`` is the rotated fraction of a query's width.
     """
 
     model_type = "mistral4"

@@ -1,8 +1,8 @@
 """Nemotron-H and Nemotron 3 (NVIDIA, 2025), based on the implementation in transformers.
 
-A layer is a norm and one part: a Mamba-2 recurrence, attention without rotary embedding, a feed-forward, or experts.
-Feed-forwards and experts have no gates. The router is as in DeepSeek-V3. There is a shared expert, and routed experts
-may compute in a narrower latent space. Multi-token prediction layers are not loaded.
+A layer has a norm and a single block: a Mamba-2 recurrence, attention without rotary embedding, a feed-forward, or
+experts. Feed-forwards and experts have no gates. The router is as in DeepSeek-V3. There is a shared expert, and routed
+experts may compute in a narrower latent space. Multi-token prediction layers are not loaded.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class NemotronHConfig(GroupedExpertsConfig):
     """Config of Nemotron-H and Nemotron 3.
 
     Attributes:
-        layer_types: Part of each layer: ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``. In a
-            config.json, the field is ``layers_block_type``, or ``hybrid_override_pattern`` with the letters M, *, - and
-            E. The length of this list overrides ``num_hidden_layers`` of a config.json.
+        layer_types: Type of each layer's block: ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``.
+            In a config.json, the field is ``layers_block_type``, or ``hybrid_override_pattern`` with the letters M, *,
+            - and E. The length of this list overrides ``num_hidden_layers`` of a config.json.
         mamba_num_heads: Number of heads of the recurrence.
         mamba_head_dim: Width of a head of the recurrence.
         ssm_state_size: Width of the keys of the recurrence.
@@ -59,7 +59,7 @@ class NemotronHConfig(GroupedExpertsConfig):
         "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_n_groups": "n_groups",
     }  # fmt: skip
     fixed = {"attention_bias": (False,), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",)}
-    ignored = (  # fields for training, fields for kernels, and fields that transformers does not read
+    ignored = (  # ignored fields: for training, for kernels, or not read by transformers
         "chunk_size mamba_chunk_size expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit "
         "time_step_floor mamba_dt_init_floor use_mamba_kernels mamba_ssm_cache_dtype mamba_proj_bias "
         "moe_shared_expert_overlap rescale_prenorm_residual residual_in_fp32 hidden_dropout num_logits_to_keep "

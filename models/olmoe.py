@@ -27,7 +27,7 @@ class OlmoeConfig(DecoderConfig):
     Attributes:
         intermediate_size: Width of an expert.
         attention_bias: Whether q, k, v and o have biases.
-        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+        norm_topk_prob: Whether to normalize the weights of the selected experts to sum to 1.
     """
 
     model_type = "olmoe"

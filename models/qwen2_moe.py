@@ -18,7 +18,7 @@ from nnxmoe.models.shared.tables import HF_DECODER
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(QwenMoeConfig):
-    """Config of Qwen2's mixture-of-experts model. Raises ConfigError for sliding windows. No preset uses them.
+    """Config of Qwen2-MoE. Sliding windows, which no preset uses, raise ConfigError.
 
     Attributes:
         shared_expert_intermediate_size: Width of the shared expert.
@@ -28,7 +28,7 @@ class Qwen2MoeConfig(QwenMoeConfig):
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
     fixed = {"use_sliding_window": (None, False)}
-    ignored = "sliding_window max_window_layers"  # have no effect without use_sliding_window
+    ignored = "sliding_window max_window_layers"  # ignored, because use_sliding_window must be false
 
     intermediate_size: int = 5632
     num_attention_heads: int = 16

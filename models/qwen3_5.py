@@ -1,4 +1,4 @@
-"""The text models of Qwen3.5 and Qwen3.6 (Qwen team 2026), dense and with experts.
+"""Dense and mixture-of-experts text models of Qwen3.5 and Qwen3.6 (Qwen team 2026).
 
 The layers are as in Qwen3-Next, but recurrent layers have separate kernels for z, b and a. The rotary embedding has
 three dimensions. Text has equal positions in all three. The multi-token prediction layer is loaded only with
@@ -45,13 +45,13 @@ class Qwen3_5Config(QwenHybridConfig):
 
     @property
     def num_nextn_predict_layers(self) -> int:
-        """Number of prediction layers, under the name that shared code uses."""
+        """Number of prediction layers. Alias of ``mtp_num_hidden_layers`` for shared code."""
         return self.mtp_num_hidden_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5TextConfig(Qwen3_5Config):
-    """Config of dense Qwen3.5, with the fields of `Qwen3_5Config`."""
+    """Text config of dense Qwen3.5 models, with the fields of `Qwen3_5Config`."""
 
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
@@ -62,7 +62,7 @@ class Qwen3_5TextConfig(Qwen3_5Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeTextConfig(Qwen3_5Config, QwenMoeConfig):
-    """Config of Qwen3.5 with experts in all layers. The weights of the selected experts sum to 1.
+    """Text config of Qwen3.5-MoE. All layers have experts. The weights of the selected experts sum to 1.
 
     ``shared_expert_intermediate_size`` is the width of the shared expert.
     """
@@ -85,7 +85,7 @@ _PROJECT = "layer.attention.project"
 
 
 class Qwen3_5Text(QwenHybrid):
-    """The text model of dense Qwen3.5."""
+    """Text model of dense Qwen3.5."""
 
     configs = (Qwen3_5TextConfig,)
 
@@ -94,7 +94,7 @@ class Qwen3_5Text(QwenHybrid):
 
 
 class Qwen3_5MoeText(QwenHybrid, QwenMoe):
-    """The text model of Qwen3.5 with experts."""
+    """Text model of Qwen3.5-MoE."""
 
     configs = (Qwen3_5MoeTextConfig,)
 

@@ -1,4 +1,4 @@
-"""The text models of Qwen3-VL (Bai et al. 2025), dense and with experts: Qwen3 with a longer context.
+"""Dense and mixture-of-experts text models of Qwen3-VL (Bai et al. 2025): Qwen3 with a longer context.
 
 The rotary embedding has three dimensions. Text has equal positions in all three, so the embedding equals Qwen3's. Saved
 models have the model_type ``qwen3`` or ``qwen3_moe``.
@@ -21,7 +21,7 @@ MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VLTextConfig(Qwen3Config):
-    """Config of dense Qwen3-VL's text model.
+    """Text config of dense Qwen3-VL models.
 
     Attributes:
         attention_bias: Whether q, k, v and o have biases.
@@ -39,7 +39,7 @@ class Qwen3VLTextConfig(Qwen3Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
-    """Config of the text model of Qwen3-VL with experts. The weights of the selected experts always sum to 1.
+    """Text config of Qwen3-VL-MoE. The weights of the selected experts are always normalized to sum to 1.
 
     Attributes:
         attention_bias: Whether q, k, v and o have biases.
@@ -63,13 +63,13 @@ class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
 
 
 class Qwen3VLText(Qwen3):
-    """The text model of dense Qwen3-VL."""
+    """Text model of dense Qwen3-VL."""
 
     configs = (Qwen3VLTextConfig,)
 
 
 class Qwen3VLMoeText(Qwen3Moe):
-    """The text model of Qwen3-VL with experts."""
+    """Text model of Qwen3-VL-MoE."""
 
     configs = (Qwen3VLMoeTextConfig,)
 
@@ -106,7 +106,7 @@ QWEN3_VL_TEXT = Family(
     hub_ids={name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in _QWEN3_VL_TEXT_PRESETS},
     checkpoint_notes=dict.fromkeys(_QWEN3_VL_TEXT_PRESETS, "the vision tower is not loaded"),
 )
-# Published tensors have inputs before outputs. transformers uses the opposite order in memory and when saving.
+# Published tensors store inputs before outputs. transformers uses the opposite order in memory and when saving.
 _QWEN3_VL_MOE_TEXT_HF: Hf = {
     **QWEN3_MOE.hf,
     "layer.moe.experts.gate": (_EXPERTS.each("gate_proj.weight"), _GATE_UP.rows(0, 2), _GATE_UP.T.rows(0, 2)),

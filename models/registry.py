@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 # model_type -> family passed to `register`. Registered families override families of this folder.
 REGISTERED: dict[str, Family] = {}
-TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> model_type of its text model, unless it is `…_text`
+TEXT_OF = {"step3p7": "step3p5"}  # Multimodal model_type -> model_type of its text model, if not `…_text`.
 # Supported model_type -> the most similar unsupported families.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
@@ -112,7 +112,7 @@ def _preset_names() -> list[str]:
 
 
 FAMILIES = LazyTable(_types, _family_of_type)  # model_type -> family
-MODELS = LazyTable(_types, _classes)  # model_type -> config class and model class
+MODELS = LazyTable(_types, _classes)  # model_type -> config class and model class.
 PRESETS = LazyTable(_preset_names, lambda name: _family_of_preset(name).presets[name])
 HUB_IDS = LazyTable(  # preset -> Hugging Face Hub id of the published checkpoint
     lambda: [name for name in PRESETS if name in _family_of_preset(name).hub_ids],
@@ -127,7 +127,7 @@ CHECKPOINT_NOTES = LazyTable(  # preset -> differences between its files and the
 def register(family: Family) -> None:
     """Register a family under the ``model_type`` of each of its configs, and its presets by name.
 
-    Required before loading, saving or planning models of a custom class.
+    Call this function before you load, save or plan models of a custom class.
 
     Raises:
         ConfigError: A parameter has no row in the table of tensor names.
@@ -168,7 +168,7 @@ def parse_config(fields: Mapping[str, Any], file_name: str) -> tuple[DecoderConf
     """Create a config from a parsed config.json.
 
     Args:
-        file_name: Name of the file, for errors.
+        file_name: Name of the file, for error messages.
 
     Returns:
         The config, and notes to report (see `DecoderConfig.notes`).
@@ -198,7 +198,7 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
 
 
 def _relative(model_type: Any) -> str:
-    """Return an error text about the most similar supported family, or "" if ``model_type`` is unknown."""
+    """Return an error text that names the most similar supported family, or "" if ``model_type`` is unknown."""
     for name, relatives in RELATIVES.items():
         if str(model_type).removesuffix("_text") in relatives.split():
             return (

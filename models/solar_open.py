@@ -1,4 +1,4 @@
-"""Solar Open (Upstage, 2026): GLM-4.5's layers with fully rotated heads and without QK norm, all with experts."""
+"""Solar Open (Upstage, 2026): GLM-4.5's layers with experts in every layer, fully rotated heads and no QK norm."""
 
 import dataclasses
 

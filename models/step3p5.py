@@ -31,7 +31,7 @@ from nnxmoe.models.shared.grouped_experts import corrected_router
 from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 
-# Lists in which published files have additional entries for prediction layers.
+# Lists that have additional entries for prediction layers in published files.
 _PADDED = "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors".split()
 # Field of a rope object -> top-level field of published files.
 _ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}
@@ -122,9 +122,9 @@ class Step3p5Config(PartialRopesConfig):
         num_sliding_attention_heads: Query heads of sliding-window layers. Defaults to ``num_attention_heads``.
         mlp_bias: Whether dense layers and shared experts have biases.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first three are sparse.
-        moe_router_scaling_factor: Factor of the weights of the selected experts, which sum to 1 before this factor.
-        swiglu_limits: Bound of the activations of each layer's routed experts. Null or 0 if there is no bound.
-        swiglu_limits_shared: Bounds for dense layers and shared experts.
+        moe_router_scaling_factor: Factor that multiplies the normalized weights of the selected experts.
+        swiglu_limits: Bounds of the routed experts' activations, per layer. Null or 0 disables the bound.
+        swiglu_limits_shared: Bounds of the activations in dense layers and shared experts, per layer.
     """
 
     model_type = "step3p5"
@@ -192,7 +192,7 @@ class Step3p5Config(PartialRopesConfig):
         _drop_prediction_entries(values, layers)
         attention_types = values.get("layer_types") or [FULL] * layers
         if not isinstance(attention_types, list | tuple):
-            attention_types = []  # the field's check raises later
+            attention_types = []  # the field's own check raises an error later
         _read_moe_layers(values, layers)
         _read_sliding_heads(values, attention_types)
         _read_layer_ropes(values, attention_types, layers)

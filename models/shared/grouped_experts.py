@@ -30,8 +30,8 @@ class GroupedExpertsConfig(DecoderConfig):
         moe_intermediate_size: Width of an expert.
         n_group: Number of groups of experts.
         topk_group: Number of groups with the highest scores, from which a token's experts are selected.
-        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
-        routed_scaling_factor: Factor of the weights of the selected experts.
+        norm_topk_prob: Whether to normalize the weights of the selected experts to sum to 1.
+        routed_scaling_factor: Factor by which the weights of the selected experts are multiplied.
     """
 
     experts_field = "n_routed_experts"

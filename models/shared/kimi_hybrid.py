@@ -26,8 +26,8 @@ LINEAR, FULL = "linear_attention", "full_attention"
 class KimiHybridConfig(DecoderConfig):
     """Config of decoders with recurrent `KimiDelta` layers and attention layers.
 
-    With several base classes, this class must be the last base. Otherwise the defaults of `DecoderConfig` override the
-    defaults of the other bases.
+    In a class with several bases, this class must be the last base. Otherwise, the defaults of `DecoderConfig` override
+    the defaults of the other bases.
 
     Attributes:
         linear_head_dim: Width of a head in recurrent layers.
@@ -42,7 +42,7 @@ class KimiHybridConfig(DecoderConfig):
     layer_types: Sequence[str] | None = per_layer(LINEAR, FULL)
 
     def recurrent_by_default(self, index: int) -> bool:
-        """Return whether a layer is recurrent if ``layer_types`` is null. By default, three of four layers are."""
+        """Return whether a layer is recurrent if ``layer_types`` is null: three of four layers, by default."""
         return index % 4 != 3
 
     @property
@@ -87,7 +87,7 @@ class NestedDeltaConfig(KimiHybridConfig):
         super().__post_init__()
 
     def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that the object ``linear_attn_config`` sets."""
+        """Return the config fields that ``linear_attn_config`` sets."""
         return {field: given[name] for name, field in self.nested.items() if name in given}
 
     def to_hf(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class QwenHybridConfig(PartialRotaryConfig):
         linear_value_head_dim: Width of a value head in recurrent layers.
         linear_num_key_heads: Number of key heads in recurrent layers.
         linear_num_value_heads: Number of value heads in recurrent layers.
-        full_attention_interval: Interval of attention layers, if ``layer_types`` is null.
+        full_attention_interval: Interval between attention layers. Used if ``layer_types`` is null.
         layer_types: Type of each layer.
     """
 

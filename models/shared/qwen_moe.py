@@ -28,14 +28,14 @@ class QwenMoeConfig(DecoderConfig):
         decoder_sparse_step: Every ``decoder_sparse_step``-th layer has experts. Other layers are dense.
         mlp_only_layers: Indices of additional dense layers.
         moe_intermediate_size: Width of an expert.
-        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+        norm_topk_prob: Whether to normalize the weights of the selected experts to sum to 1.
     """
 
     experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     ignored = "output_router_logits router_aux_loss_coef"
-    shared_expert_intermediate_size = 0  # width of the shared expert; a field in families with a shared expert
+    shared_expert_intermediate_size = 0  # a field in families with a shared expert
 
     vocab_size: int = 151936
     hidden_size: int = 2048

@@ -1,7 +1,7 @@
 """Tables of weight names in checkpoints, shared by several families.
 
 Tables for Hugging Face map the key of a parameter to its tensor (`W`) or a tuple of alternatives. Saving writes the
-first alternative. Tables for MaxText map the key to a Linen name and logical axes. Names of keys ``layer.…`` are
+first alternative. Tables for MaxText map the key to a Linen name and logical axes. For keys ``layer.…``, names are
 relative to the layer.
 """
 
@@ -25,7 +25,7 @@ def hf_mlp(block: str, prefix: str = "layer.moe.shared") -> Hf:
     }
 
 
-# Rows for the parameters of most decoders. A model does not use rows of parameters that it does not have.
+# Rows for the parameters of most decoders. Rows without a parameter in the model are ignored.
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),
     "norm.scale": W("model.norm.weight"),
