@@ -1,4 +1,4 @@
-"""Read the formats of compressed-tensors, with the formulas of the library's ``compressors``."""
+"""Read compressed-tensors formats. The formulas follow the library's ``compressors``."""
 
 from dataclasses import replace
 
@@ -103,7 +103,7 @@ def _has_zero_points(files: ModuleTensors, settings: WeightScheme) -> bool:
 def _tile(
     files: ModuleTensors, settings: WeightScheme, shape: tuple[int, int]
 ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-    """Return (shape of the tile with a common scale, allowed shapes of the stored scales)."""
+    """Return (shape of the tile that shares a scale, allowed shapes of the stored scales)."""
     outs, ins = shape
     if settings.strategy == "tensor":
         return (FULL, FULL), [(1,), (), (1, 1)]

@@ -86,7 +86,7 @@ def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor
         files: Tensors of the module.
         info: Bytes ``[O, I / 2]`` with two codes each.
         codes: Format of the codes.
-        factor: Suffix of the module's tensor with the factor.
+        factor: Suffix of the tensor that contains the per-tensor factor.
         divides: Whether scales are divided by the factor instead of multiplied.
 
     Raises:
@@ -162,9 +162,9 @@ def gpt_oss_tensors(arrays: LazyArrays, layouts: Mapping[str, ArrayLayout]) -> d
 
 
 def unpack_nibbles(byte_array: LazyArray, size: int) -> LazyArray:
-    """Convert bytes ``[*E, O, I / 2]`` with two neighboring codes per byte to the packing of `CodeFormat`.
+    """Repack bytes ``[*E, O, I / 2]`` of two neighboring codes each into the order of `CodeFormat`.
 
-    In the packing of `CodeFormat`, each byte contains one code of each half of a group of ``size`` codes.
+    In `CodeFormat`, a byte contains one code of each half of a group of ``size`` codes.
     """
 
     def repack(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:

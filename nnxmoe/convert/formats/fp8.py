@@ -1,6 +1,6 @@
 """FP8 weights of DeepSeek-V3 (README_WEIGHTS.md), DeepSeek-V4 (with FP4 experts), AutoFP8, ModelOpt and transformers.
 
-transformers stores the scales of all experts in one tensor.
+In transformers' format, one tensor contains the scales of all experts.
 """
 
 import math
@@ -40,8 +40,8 @@ def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """Read an FP8 weight of NVIDIA's ModelOpt, with the formulas of the library's ``QTensor`` classes.
 
     The dtype and shape of ``weight_scale`` determine the tile: one scale per tensor, per output or per block, or one
-    exponent byte per 32 inputs (MXFP8). Scales of activations are ignored. A factor on inputs (NVFP4_AWQ) raises
-    CheckpointError, because its tensor is not supported.
+    exponent byte per 32 inputs (MXFP8). Scales of activations are ignored. Scaling of the inputs (NVFP4_AWQ) is
+    not supported and raises CheckpointError.
     """
     outs, ins = files.matrix(info)
     scale = files.tensor("weight_scale", ("F32", "BF16", "U8"))
@@ -108,9 +108,9 @@ def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def expert_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the scales of single experts as parts of fused scale tensors, for weights that are not fused.
+    """Return the scales of single experts as slices of fused scale tensors, for weights that are not fused.
 
-    For example, ``….experts.N.gate_proj.weight_scale_inv`` is a part of ``….experts.gate_up_proj_scale_inv``.
+    For example, ``….experts.N.gate_proj.weight_scale_inv`` is a slice of ``….experts.gate_up_proj_scale_inv``.
     """
     scales: dict[str, TensorInfo] = {}
     for name, scale in tensors.items():

@@ -1,8 +1,8 @@
 """The tensors of GGUF files as lazy arrays with Hugging Face names. Reading an array dequantizes it.
 
-llama.cpp stores each kernel of all experts in one tensor, reorders the rotated rows of queries and keys in the Llama
-architecture, and splits DeepSeek's latent up-projection. Weights of some types can stay quantized. The ``gguf`` library
-dequantizes all other types.
+llama.cpp stacks the kernels of all experts in one tensor, reorders the query and key rows of the Llama architecture for
+rotary embeddings, and splits DeepSeek's latent up-projection. Weights of some types can stay quantized. The ``gguf``
+library dequantizes all other types.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from nnxmoe.models import family_of, parse_config
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 _PARTS = {"gate": "gate", "up": "up", "down": "down"}
 
-# Tensor name without the block number -> possible keys of the parameter. Each family has one of the keys.
+# Tensor name without the block number -> candidate parameter keys. Each family has at most one of the keys.
 _KEYS: dict[str, tuple[str, ...]] = {
     "token_embd.weight": ("embed.table",),
     "output_norm.weight": ("norm.scale",),
@@ -63,13 +63,13 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "nextn.shared_head_norm.weight": ("layer.mtp.norm.scale",),
 }
 
-# Fused tensor with the gate and up outputs of all experts: suffix -> keys of gate and up.
+# Suffix of the fused gate and up tensor of all experts -> keys of gate and up.
 _FUSED = {
     "weight": ("layer.moe.experts.gate", "layer.moe.experts.up"),
     "bias": ("layer.moe.experts.biases.gate", "layer.moe.experts.biases.up"),
 }
 
-# Types that can stay quantized: format of the codes, and byte ranges of codes, scale and offset ("zero") in a block.
+# Type that can stay quantized -> format of the codes, and byte ranges of codes, scale and offset ("zero") in a block.
 _KEPT = {
     "Q8_0": (CodeFormat("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
     "Q4_0": (CodeFormat("int4", (1, 32)), {"codes": (2, 18), "scale": (0, 2)}),
@@ -177,8 +177,8 @@ def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, byte_
 def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
     """Reorder the rows of queries or keys from llama.cpp's order to the Hugging Face order.
 
-    For the rotation, Hugging Face pairs the rows of the first half of a head with the rows of the second half.
-    llama.cpp stores the two rows of a pair next to each other.
+    Rotary embeddings rotate pairs of rows. In the Hugging Face order, a pair consists of row i of each half of a head.
+    In llama.cpp's order, the two rows of a pair are next to each other.
     """
     if array.fault is not None or array.shape[0] != heads * width:
         return array  # `load_model` reports the wrong shape

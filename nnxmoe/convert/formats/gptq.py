@@ -1,4 +1,4 @@
-"""AWQ and GPTQ weights: inputs-first codes, packed into 32-bit words.
+"""AWQ and GPTQ weights. Codes of shape [in, out] are packed into 32-bit words.
 
 The formulas follow AutoAWQ (``modules/linear/gemm.py``, ``utils/packing_utils``), AutoGPTQ and GPTQModel
 (``nn_modules/qlinear``).
@@ -15,11 +15,11 @@ from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, roundin
 from nnxmoe.convert.formats.scheme import GPTQ_FORMATS, MalformedTensor
 from nnxmoe.layers.linear.code_format import CodeFormat
 
-_AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # column of a word -> index of its nibble
+_AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # column within a word -> index of its nibble
 
 
 def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read an AWQ weight in the ``gemm`` format: inputs first, eight outputs per word."""
+    """Read an AWQ weight in the ``gemm`` format. The codes have shape [in, out], with eight outputs per word."""
     ins, width = files.matrix(info)
 
     def unpack(packed: np.ndarray) -> np.ndarray:
@@ -29,9 +29,10 @@ def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read a GPTQ weight: inputs-first codes packed along the inputs, and zero points packed along the outputs.
+    """Read a GPTQ weight.
 
-    Version 1 of the format stores each zero point minus one.
+    The codes have shape [in, out] and are packed along the input axis. The zero points are packed along the output
+    axis. Version 1 of the format stores each zero point minus one.
     """
     num_word_rows, outs = files.matrix(info)
     bits, group = _settings(files, num_word_rows, outs)
@@ -51,8 +52,8 @@ def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _settings(files: ModuleTensors, num_word_rows: int, outs: int) -> tuple[int, int]:
     """Return (bits, group size) of a module.
 
-    With ``dynamic`` (GPTQModel) in ``quantization_config``, modules may have different settings. The settings are then
-    derived from the shapes of the module's tensors.
+    If ``quantization_config`` has the field ``dynamic`` (GPTQModel), modules may have different settings. These are
+    derived from the module's tensors.
     """
     bits, scheme = files.scheme.choice("bits", (4, 8), None), files.scheme
     if not scheme.fields.get("dynamic"):
@@ -80,13 +81,13 @@ def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
     if group_index.min() < 0 or group_index.max() >= groups:
         invalid_group = int(group_index.min() if group_index.min() < 0 else group_index.max())
         raise MalformedTensor(
-            f"{files.where(info)}: group {invalid_group} does not exist: the number of groups is {groups}"
+            f"{files.where(info)}: group {invalid_group} is out of range, because the number of groups is {groups}"
         )
     counts = np.bincount(group_index, minlength=groups)
     if (counts[:-1] != group).any():
         invalid_group = int(np.argmax(counts != group))
         raise MalformedTensor(
-            f"{files.where(info)}: group {invalid_group} has {counts[invalid_group]} inputs: it must have {group}"
+            f"{files.where(info)}: group {invalid_group} has {counts[invalid_group]} inputs, but must have {group}"
         )
     settings = files.scheme.fields
     uses_act_order = settings.get("desc_act") is True and settings.get("static_groups") is not True and groups > 1
@@ -107,7 +108,7 @@ def _inputs_first(
     unpack_zero: Callable[[np.ndarray], np.ndarray],
     order: np.ndarray | None = None,
 ) -> LazyArray:
-    """Return the quantized weight of a module with inputs-first tensors.
+    """Return the quantized weight of a module whose tensors have shape [in, out].
 
     Args:
         files: Tensors of the module.

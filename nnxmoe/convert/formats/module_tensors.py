@@ -1,4 +1,4 @@
-"""The tensors of a module that form a quantized weight, with checks of presence, dtype and shape on access."""
+"""Tensors that form the quantized weight of a module. Access checks their presence, dtype and shape."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from nnxmoe.convert.formats.scheme import MalformedTensor, QuantizationScheme
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 
-# Suffixes of scales and zero points of activations and caches. nnxmoe does not quantize activations and caches.
+# Suffixes of the scales and zero points of activations and caches, which nnxmoe does not quantize.
 ACTIVATION_SCALES = tuple(
     f".{of}_{kind}"
     for of in ("input", "output", "q", "k", "v", "kv")
@@ -93,8 +93,8 @@ class ModuleTensors:
             info: Tensor of the scales.
             grid: Shape of the result.
             transposed: Whether the file stores columns first.
-            allowed: Valid scales. AutoRound writes negative scales, so that the code -8 can represent the largest
-                weight of either sign. Scales that underflow in FP8 are zero.
+            allowed: Condition on valid scales. AutoRound writes negative scales, so that the code -8 can represent
+                the largest weight of either sign. Scales that underflow in FP8 are zero.
         """
         dtype = jnp.dtype(_SCALES[info.dtype])
         file_array, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
@@ -121,9 +121,9 @@ class ModuleTensors:
         return dataclasses.replace(file_array, shape=grid, dtype=dtype, read_box=read)
 
     def weight(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
-        """Return the quantized weight.
+        """Combine the arrays of a quantized weight into one lazy array.
 
-        `LazyArray.tensors` of the codes includes all used tensors that belong to no other part. Raises MalformedTensor
+        `LazyArray.tensors` of the codes includes all used tensors that belong to no other array. Raises MalformedTensor
         if the format does not support the number of inputs.
         """
         try:
@@ -157,12 +157,12 @@ class ModuleTensors:
     def codes(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
     ) -> LazyArray:
-        """Return the codes of a weight that the file stores in a different packing.
+        """Return the codes of a weight whose packing in the file differs from `CodeFormat`'s packing.
 
         Args:
-            codes: Format of the codes.
+            codes: Quantization format.
             shape: Shape of the weight.
-            info: Tensor in the file.
+            info: Tensor of the packed codes.
             unpack: Function that returns the unsigned codes of a range of rows, one code per element.
             block: Preferred size of a read in bytes.
         """
@@ -177,14 +177,14 @@ class ModuleTensors:
     def zero_words(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
-        """Return packed zero points of a weight of shape ``shape``. ``unpack`` returns all zero points, unsigned."""
+        """Return zero points that are packed in words in the file. ``unpack`` returns all zero points, unsigned."""
         convert = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
         return plain_array(self.checkpoint, info).map_whole(
             codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], convert
         )
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
-        """Return the zero points of int8 codes, stored as one number per zero point."""
+        """Return the zero points of int8 codes, which are not packed in the file."""
 
         def check(zeros: np.ndarray) -> np.ndarray:
             if zeros.min() < -128 or zeros.max() > 127:

@@ -65,7 +65,7 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _state(files: ModuleTensors) -> dict[str, Any]:
     data = files.values(info := files.tensor(f"weight.{_STATE}", ("U8",)))
     if data is None:
-        raise MalformedTensor(f"{files.where(info)} contains the shape of the NF4 weights: download the file first")
+        raise MalformedTensor(f"{files.where(info)} contains the shape of the NF4 weight: download the file first")
     try:
         state = json.loads(data.tobytes())
         shape, block, dtype = state["shape"], state["blocksize"], state["dtype"]
@@ -84,7 +84,8 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
 def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -> LazyArray:
     """Return the scale of every tile, which is the scale of the tile's block.
 
-    With double quantization, a block's scale is one of 256 levels times a scale of several blocks, plus an offset.
+    With double quantization, a block's scale is one of 256 levels, times a scale shared by several blocks, plus an
+    offset.
     """
     (outs, ins), block = state["shape"], state["blocksize"]
     grid, num_blocks = codes.scales_shape(outs, ins), -(-outs * ins // block)
@@ -112,7 +113,7 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -
     def read(box: Box, empty: Empty) -> np.ndarray:
         starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
         scales = read_scales()[starts // block]
-        if not np.isfinite(scales).all():  # negative scales are valid: double quantization rounds 0 to either side
+        if not np.isfinite(scales).all():  # negative scales are valid, because double quantization may round 0 down
             raise MalformedTensor(f"{files.where(scale_info)}: scales must be finite")
         return scales
 

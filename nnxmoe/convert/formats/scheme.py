@@ -1,4 +1,4 @@
-"""``quantization_config``: the tool that quantized a checkpoint, and its settings."""
+"""Parse ``quantization_config``: the tool that quantized a checkpoint, and the tool's settings."""
 
 import dataclasses
 import re
@@ -10,20 +10,20 @@ from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.storage.find_checkpoint import module_spellings
 
 METHODS = {
-    "fp8": "FP8 in blocks, as DeepSeek-V3 and V4, or per tensor",
-    "compressed-tensors": "FP8, int8, 4 and 8 bits packed, NVFP4, MXFP4, MXFP8",
+    "fp8": "FP8 with scales per block (DeepSeek-V3, V4) or per tensor",
+    "compressed-tensors": "FP8, int8, packed 4-bit and 8-bit integers, NVFP4, MXFP4, MXFP8",
     "modelopt": "FP8, NVFP4, MXFP8",
     "awq": "version gemm, 4 bits",
     "gptq": "4 or 8 bits",
     "auto-round": "packed as GPTQ or AWQ",
     "bitsandbytes": "4 bits, NF4",
-    "mxfp4": "blocks and scales of experts, as gpt-oss",
+    "mxfp4": "blocks and scales of experts, as in gpt-oss",
 }
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "mixed-precision", "dense")
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
 _ALGORITHMS += ("mxfp8", "mixed_precision")
-# Method -> fields with a fixed set of supported values, and the tool's default (None if the field is required).
+# Method -> (field, supported values, the tool's default). The default is None if the field is required.
 GPTQ_FORMATS = ("gptq", "gptq_v2", None)
 _FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
     "fp8": [("fmt", ("e4m3", "float8_e4m3fn"), "e4m3"), ("activation_scheme", ("dynamic", "static"), "dynamic")],
@@ -56,7 +56,7 @@ class QuantizationScheme:
     Attributes:
         method: Key of `METHODS`. Empty if the checkpoint is not quantized.
         fields: Fields of ``quantization_config``.
-        where: Name of the file, for messages.
+        where: Location of the settings, for messages.
         groups: For compressed-tensors, pairs of (targets that match modules, settings of the modules' weights).
     """
 
@@ -122,7 +122,7 @@ class QuantizationScheme:
             )
 
     def choice(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Return a field's value, with text in lower case. Raises CheckpointError if it is not in ``allowed``."""
+        """Return a field's value, with strings in lower case. Raises CheckpointError if it is not in ``allowed``."""
         value = self.fields.get(name, default)
         if value is None and None not in allowed:
             raise CheckpointError(f"{self.where} lacks {name}: set it to one of {', '.join(map(repr, allowed))}")
@@ -164,7 +164,7 @@ class QuantizationScheme:
 
 @dataclasses.dataclass(frozen=True)
 class WeightScheme:
-    """Settings of compressed-tensors for the weights of a group of modules.
+    """compressed-tensors settings for the weights of a group of modules.
 
     Attributes:
         bits: Bits per code, 4 or 8.
@@ -227,7 +227,7 @@ def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _nearness(target: str, module: str) -> int:
-    """Rank how closely a target matches a module: 3 by name, 2 by regular expression, 1 by class, 0 if not at all."""
+    """Rank how a target matches a module: 3 by name, 2 by regular expression, 1 by class, 0 if it does not match."""
     names = module_spellings(module)
     if target in names:
         return 3

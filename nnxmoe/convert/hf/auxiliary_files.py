@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face folder: config.json, generation_config.json and tokenizer files."""
+"""Read and write the config.json, generation_config.json and tokenizer files of a Hugging Face folder."""
 
 import glob
 import os
@@ -38,7 +38,7 @@ def write_auxiliary_files(
 
     Args:
         stage: Folder to write to.
-        model: Model that is saved.
+        model: Model to save.
         config: Config to write.
         dtype: Dtype of the saved weights. Defaults to the dtype of the model's matrices.
         extra_fields: Additional fields of config.json.

@@ -1,4 +1,4 @@
-"""Save quantized kernels without rounding in compressed-tensors formats, for vLLM and transformers.
+"""Save quantized kernels, without rounding, in compressed-tensors formats for vLLM and transformers.
 
 int8 and int4 codes are saved as ``pack-quantized``, and FP8 codes as ``float-quantized``. MXFP4 codes are saved as
 ``mxfp4-pack-quantized``, or as gpt-oss blocks if one tensor contains all experts.
@@ -34,12 +34,12 @@ def compress_tensors(
     """Convert the arrays of a layout to the tensors of a compressed-tensors checkpoint.
 
     Args:
-        model: Model that is saved.
+        model: Model to save.
         layouts: Array name -> layout.
         arrays: Array name -> values.
 
     Returns:
-        Tuple of the tensors and the ``quantization_config`` of config.json (None without quantized kernels).
+        Tuple of the tensors and the ``quantization_config`` of config.json (None if no kernel is quantized).
 
     Raises:
         CheckpointError: (a ValueError) The format cannot represent a kernel.
@@ -81,9 +81,9 @@ def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, Lazy
     stored_codes, bits = parts["codes"], codes.bits
     if codes.code_dtype == "fp4":
         return {"weight_packed": fp4.pack_nibbles(stored_codes), "weight_scale": fp4.to_exponents(parts["scale"])}
-    # Readers round weights to the dtype of the scales. If the format does not round, the scales must be float32.
+    # Readers round dequantized weights to the dtype of the scales. Float32 scales prevent this rounding.
     scale = parts["scale"] if codes.round_dtype is not None else parts["scale"].astype(np.dtype(np.float32))
-    if codes.tile[0] == FULL and scale.shape == (1, 1):  # the format stores a per-tensor scale as a vector
+    if codes.tile[0] == FULL and scale.shape == (1, 1):  # the format stores a per-tensor scale as a vector of length 1
         scale = scale.reshape((1,))
     if codes.code_dtype == "fp8":
         return {"weight": stored_codes.map(lambda octets: octets.view(FP8), FP8), "weight_scale": scale}
@@ -161,7 +161,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def _targets(modules: list[str]) -> list[str]:
-    """Return expressions that match exactly these modules. A regular expression covers all layers and experts."""
+    """Return target expressions that match exactly these modules. One expression covers many layers and all experts."""
     layers: dict[str, set[str]] = {}
     for module in modules:
         expression = re.sub(r"\.experts\.[0-9]+", ".experts.EXPERT", module)

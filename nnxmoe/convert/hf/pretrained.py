@@ -73,14 +73,14 @@ def from_pretrained(
     Args:
         path_or_hub_id: Folder, GGUF file, hub id, or GGUF file on the hub (``org/name/file.gguf``).
         dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). Defaults to the stored dtype.
-            FP8 blocks default to bfloat16, and GGUF blocks to float32.
+            Quantized weights default to bfloat16, and to float32 in GGUF files.
         mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         revision: Branch, tag or commit of a hub repository.
         local_files_only: Whether to use only files in the local hub cache.
         keep_quantized: Whether quantized weights (FP8, int8, int4, NF4, MXFP4, and GGUF's Q8_0, Q4_0 and Q4_1) stay
             quantized in memory, with identical values. By default they are dequantized.
-        quantize: Quantization method to apply to kernels during loading. ``load_report`` contains the error.
+        quantize: Quantization method to apply to kernels during loading. See `LoadReport.quantization_error`.
         mtp: Whether to load the multi-token prediction layers as ``model.mtp``. By default they are skipped.
         expect: Expected class of the model, checked before the weights are read.
 
@@ -143,8 +143,8 @@ def untied(
     Args:
         config: Config of the model.
         tensors: Tensor name -> header entry.
-        compare: Function that compares the bytes of two tensors by name. If None, only the shapes are compared, with
-            the config.
+        compare: Function that returns whether two tensors, passed by name, have equal bytes. If None, only the shapes
+            are compared.
     """
     if not config.tie_word_embeddings or not {HEAD, EMBED} <= tensors.keys():
         return False
@@ -176,7 +176,7 @@ def save_pretrained(
 
     Also writes config.json and generation_config.json, and copies the tokenizer files from the model's source folder.
     Quantized kernels are saved in compressed-tensors formats without rounding. Only one tensor at a time is in host
-    memory. Each process writes the shards of its devices. If saving fails or is killed, the folder is unchanged.
+    memory. Each process writes the shards of its devices. If saving fails or is interrupted, the folder is unchanged.
 
     Args:
         model: Model to save.

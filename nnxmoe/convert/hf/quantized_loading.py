@@ -1,4 +1,4 @@
-"""Load quantized kernels: use the codes of the checkpoint, or quantize floats while reading."""
+"""Load quantized kernels: use the checkpoint's codes, or quantize floats during loading."""
 
 from typing import Any
 
@@ -26,15 +26,14 @@ from nnxmoe.model.quantization.rounding import kernels_to_quantize
 
 
 def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Replace kernels of an abstract model with quantized kernels, in place, wherever the checkpoint contains codes.
+    """Replace the kernels for which a checkpoint contains codes with quantized kernels, in place.
 
     Args:
-        model: Model with shapes but no values.
+        model: Abstract model (shapes only).
         arrays: Arrays of the checkpoint by name.
 
     Returns:
-        Arrays to load the model from: ``arrays``, with codes, scales and zero points instead of the floats of quantized
-        kernels.
+        Arrays to load the model from. Quantized weights are replaced with their codes, scales and zero points.
 
     Raises:
         CheckpointError: (a ValueError) The arrays of one kernel differ in quantization type, tile or zero points.
@@ -49,8 +48,8 @@ def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
         for name in names:
             if name not in weights or _form(weights[name]) != _form(weight):
                 raise CheckpointError(
-                    f"{plain(name)} and {plain(first_name)} are stored in different formats, but belong to one array: "
-                    "load the model without keep_quantized, or with Strategy(stacking=Unrolled()) if only layers differ"
+                    f"{plain(name)} and {plain(first_name)} are stored in different formats but belong to one array. Load "
+                    "the model without keep_quantized. If only layers differ, Strategy(stacking=Unrolled()) also works"
                 )
         for name, quantized_weight in weights.items():
             result.pop(name, None)  # two kernels may share a fused tensor
@@ -76,14 +75,14 @@ def quantize_while_loading(
     """Quantize the kernels of an abstract model in place. Codes are computed when their arrays are read.
 
     Args:
-        model: Model with shapes but no values.
+        model: Abstract model (shapes only).
         arrays: Arrays of the checkpoint by name.
-        method: Quantization method.
+        method: Quantization method, or methods per kernel.
         dtype: Dtype of the scales. Defaults to the weights' default dtype.
 
     Returns:
-        Tuple of the arrays to load the model from and a meter of the quantization error. Each read of codes updates
-        the meter.
+        Tuple of the arrays to load the model from, and a meter of the quantization error that is updated whenever codes
+        are read.
     """
     result, error = dict(arrays), ErrorMeter()
     methods = {kernel_ref.path: kernel_method for kernel_ref, kernel_method in kernels_to_quantize(model, method)}
@@ -109,7 +108,7 @@ def quantize_while_loading(
 def _on_reading(
     name: str, array: LazyArray, method: Method, code_format: CodeFormat, dtype: np.dtype, error: ErrorMeter
 ) -> dict[str, LazyArray]:
-    """Return lazy codes and scales of a float array ``[O, I]``. Reading both reads every row twice."""
+    """Return a float array ``[O, I]`` as lazy codes and lazy scales. Reading both reads every row of floats twice."""
     outs, ins = array.shape
     tile = min(code_format.tile[0], outs)
 
@@ -133,7 +132,7 @@ def _on_reading(
         return read_scaled_rows(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
 
     common_fields: dict[str, Any] = {"file": array.file, "tensors": array.tensors or (name,)}
-    # Blocks of about CHUNK_BYTES floats, unless the source must be read whole.
+    # A block corresponds to about CHUNK_BYTES of float32 weights, unless the source must be read whole.
     codes_block, scale_block = (
         max(AT_ONCE if array.block >= AT_ONCE else 0, CHUNK_BYTES // divisor) for divisor in (8, 256)
     )

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face checkpoint as lazy arrays. Quantized weights are dequantized when they are read.
 
 Quantized weights are detected by the names and dtypes of their tensors. ``quantization_config`` supplies the remaining
-settings. The modules in `nnxmoe.convert.formats` read the formats.
+settings. Each module in `nnxmoe.convert.formats` reads one family of formats.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +21,14 @@ from nnxmoe.convert.storage.find_checkpoint import group_towers
 
 Reader = Callable[[ModuleTensors, TensorInfo], LazyArray]
 
-# Suffixes of tensors with codes, longest first.
+# Suffixes of the tensors of codes, longest first.
 _CODES = ("weight_packed", "qweight", "weight")
 
 
 def tensor_arrays(
     tensors: dict[str, TensorInfo], fields: Mapping[str, Any], config_path: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
-    """Return lazy arrays by name. The tensors of a quantized weight become one array ``….weight`` or ``…_blocks``.
+    """Return lazy arrays by name. The tensors of a quantized weight form one array, ``….weight`` or ``…_blocks``.
 
     Args:
         tensors: Tensor name -> header entry.
@@ -86,13 +86,13 @@ def _quantised(
 def _place_of(
     name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], scheme: QuantizationScheme
 ) -> tuple[str | None, Reader]:
-    """Return (name of the tensor's quantized weight, reader). The name is None if the tensor is not quantized."""
+    """Return (name of the quantized weight that contains a tensor, reader). The name is None for other tensors."""
     module, _, ending = name.rpartition(".")
     if info.dtype == "U8" and ending.endswith((fp4.BLOCKS, fp4.SCALES)):
         return name.removesuffix(fp4.BLOCKS).removesuffix(fp4.SCALES) + fp4.BLOCKS, fp4.read_gpt_oss
     if info.dtype == "F8_E4M3" and scheme.method == "fp8" and fp8.FUSED.fullmatch(name):
         return name, fp8.read_fused_fp8
-    # Codes in ``….weight``: FP8, int8, or bytes in any dtype with the scales of bitsandbytes or of ModelOpt.
+    # ``….weight`` contains codes if it is FP8 or int8, or (in any dtype) if it has scales of bitsandbytes or ModelOpt.
     scale_names = (f"{module}.weight.absmax", f"{module}.weight_scale_2")
     has_codes = info.dtype in ("F8_E4M3", "I8") or any(name in tensors for name in scale_names)
     return f"{module}.weight" if ending in _CODES and (ending != "weight" or has_codes) else None, _weight

@@ -29,18 +29,18 @@ HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
 _MTP = "layer.mtp."  # Key prefix of multi-token prediction layers.
 _COPIED = ("embed.table", "head.kernel")  # Parameters that checkpoints duplicate in prediction layers.
-Row = list[tuple[str, ArrayLayout, Parameter]]  # Arrays of one layer of a parameter: name, layout, part.
+Row = list[tuple[str, ArrayLayout, Parameter]]  # Arrays for one layer of a parameter: (name, layout, slice).
 
 
 def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, ArrayLayout]:
     """Return the layouts of a model's Hugging Face tensors, by tensor name.
 
     Args:
-        model: Model with or without values.
+        model: Model, which may be abstract (shapes only).
         arrays: Arrays of a checkpoint. If the family's table lists several names for a parameter, each layer uses the
-            first name in ``arrays`` with the right shape, or else the first name in ``arrays``. Without ``arrays``,
+            first name in ``arrays`` with the right shape, or else the first name in ``arrays``. If ``arrays`` is None,
             each layer uses the first name in the table.
-        times: Factor on the queries. See `DecoderConfig.query_scalar`.
+        times: Factor on the query projections. See `DecoderConfig.query_scalar`.
 
     Raises:
         ConfigError: (a ValueError) The family's table has no row for a parameter.
@@ -119,8 +119,8 @@ def _copied_names(table: Table, layer: int) -> dict[str, str]:
 def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
     """Map the names of the prediction layers' copies of embedding and head to the names of the original tensors.
 
-    Saving writes the copies for readers that expect them. Loading ignores the copies. Every array of a quantized head
-    is copied. ``names`` are the names of the main model's tensors.
+    Saving writes the copies for readers that expect them. Loading ignores the copies. All arrays of a quantized head
+    are copied. ``names`` are the names of the main model's tensors.
     """
     originals: dict[str, str] = {}
     for index in range(len(model.mtp)):
@@ -145,12 +145,12 @@ def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
 def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, config_path: str) -> None:
     """Raise CheckpointError if config.json has far more layers or experts than the files.
 
-    Call this function before building a layout, because a layout of such a config could exceed the memory.
+    Call this function before building a layout, because the layout of an oversized config could exhaust the memory.
     """
     shapes = [array.shape for array in arrays.values() if math.prod(array.shape)]
     expert_counts = [shape[0] for shape in shapes if len(shape) == 3]  # all experts in one tensor
     layers, experts = config.num_hidden_layers, config.experts
-    # If most layers are dense, layers * experts counts too many tensors. The factor 16 allows for such models.
+    # layers * experts overestimates the tensors of a model with mostly dense layers. The factor 16 allows for this.
     if layers > len(shapes) or layers * experts > 16 * (len(shapes) + sum(expert_counts)):
         count = f" with {experts} experts each" if experts else ""
         raise CheckpointError(
@@ -196,8 +196,8 @@ def _skip_rules(
     config, table, ignored_names = model.config, family_of(model).hf, model.config.unused_tensors
     first_index = config.num_hidden_layers
     mtp_indices = range(first_index, first_index + getattr(config, "num_nextn_predict_layers", 0))
-    # Names that occur only in prediction layers distinguish prediction layers from surplus layers. HF_MTP contains the
-    # names for families whose table lacks these names.
+    # Tensor names that occur only in prediction layers distinguish prediction layers from surplus layers. HF_MTP
+    # supplies the names for families whose own table has no prediction layers.
     mtp_names = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
     checkpoint_layers = {
         layer for layer, name in map(layer_of, unused_names) if layer in mtp_indices and name in mtp_names
