@@ -48,8 +48,8 @@ def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
         for name in names:
             if name not in weights or _form(weights[name]) != _form(weight):
                 raise CheckpointError(
-                    f"{plain(name)} and {plain(first_name)} are stored in different formats but belong to one array. Load "
-                    "the model without keep_quantized. If only layers differ, Strategy(stacking=Unrolled()) also works"
+                    f"{plain(name)} and {plain(first_name)} are stored in different formats but belong to one array. "
+                    "Load the model without keep_quantized. If only layers differ, stacking=Unrolled() also works"
                 )
         for name, quantized_weight in weights.items():
             result.pop(name, None)  # two kernels may share a fused tensor
