@@ -1,7 +1,7 @@
 """Generate ids for a batch of prompts (``generate``), or stream the text of one prompt (``stream``).
 
-Both use an `Engine`. Batch and cache sizes are rounded up to a few sizes, so new lengths rarely require
-a new program.
+Both use an `Engine`. Batch and cache sizes are rounded up to a few sizes, so new lengths rarely trigger
+a compilation.
 """
 
 import dataclasses

@@ -43,16 +43,16 @@ _OURS = re.compile(r"step_[0-9]+(\.orbax-checkpoint-tmp.*)?|\..*")
 
 
 class Checkpoints:
-    """Checkpoints of training steps in a folder, as a context manager.
+    """Context manager that saves and restores the checkpoints of a training run in a folder.
 
     The first `save` locks the folder against other processes until `close`. Reading needs no lock. In a
-    multi-process run, every process makes the same calls on a shared file system. Errors are
+    multi-process run, every process must make the same calls, on a shared file system. Errors are
     CheckpointErrors, a subclass of ValueError.
 
     Args:
         folder: A new or empty folder, or a folder of earlier checkpoints.
         keep: Number of finished steps to retain.
-        every: Without ``force``, `save` writes only multiples of this step number.
+        every: Interval in steps. Without ``force``, `save` writes only steps that are multiples of ``every``.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:
@@ -60,7 +60,7 @@ class Checkpoints:
         self.keep, self.every = (whole_number(n, v, 1, 2**31) for n, v in (("keep", keep), ("every", every)))
         check_orbax_path(self.folder)
         self._manager: ocp.CheckpointManager | None = None
-        self._lock: Any = None  # the locked file, in the first process
+        self._lock: Any = None  # open lock file, in the first process only
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class Checkpoints:
             raise CheckpointError("arrays to save: the dict is empty")
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-                raise CheckpointError(f"arrays to save: {name} has no values: it is abstract, or was donated")
+                raise CheckpointError(f"arrays to save: {name} has no values, because it is abstract or was donated")
         run = {"version": VERSION, "arrays": signature(leaves), "extra": plain(extra or {})}
         self.wait()
         with self._writing(step):
@@ -102,7 +102,7 @@ class Checkpoints:
                     f"{self.folder} contains step {latest}, which is later than step {step}: resume from it, or use "
                     "a different folder"
                 )
-            values = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax stores no empty arrays
+            values = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax does not store empty arrays
             items = {_ARRAYS: ocp.args.StandardSave(values), _RUN: ocp.args.JsonSave(run)}
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         return True
@@ -136,7 +136,7 @@ class Checkpoints:
         run = read_object(folder / _RUN / "metadata", remedy, CheckpointError, limit=1 << 30)
         if run.get("version") != VERSION:
             raise CheckpointError(
-                f"{folder}: version {short(run.get('version'))} is not version {VERSION}: continue the run with the "
+                f"{folder}: version {short(run.get('version'))} is not version {VERSION}. Continue the run with the "
                 "nnxmoe release that started it, or start a new run in a new folder"
             )
         target = named(like, "like")
@@ -171,7 +171,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         if foreign := sorted(name for name in os.listdir(self.folder) if not _OURS.fullmatch(name)):
             raise CheckpointError(
-                f"{self.folder} holds {some(foreign)}, which is not from a run with checkpoints: use a new or empty "
+                f"{self.folder} holds {some(foreign)}, which is not part of a training run: use a new or empty "
                 "folder, or move these files away"
             )
         if self._lock is None:
@@ -219,7 +219,7 @@ def _failing(action: str, remedy: str, clean_up: Callable[[], None] = lambda: No
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Drop the tracebacks of errors that Orbax both logs and raises. CheckpointError reports them."""
+    """Omit tracebacks from Orbax's log messages: Orbax also raises these errors, as CheckpointErrors here."""
     if "orbax" in record.pathname:
         record.exc_info = None
     return True
@@ -260,7 +260,7 @@ def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
 
 
 def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
-    """Copy ``extra`` through JSON. Raises a CheckpointError about ``what`` if JSON does not preserve it."""
+    """Round-trip ``extra`` through JSON. Raises a CheckpointError that names ``what`` if its value changes."""
     values = dict(extra)
     try:
         text = json.dumps(values, allow_nan=False)
@@ -271,12 +271,14 @@ def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
             f"{what}={short(values)} is not preserved by JSON: use str keys, and lists instead of tuples"
         )
     if len(text) > _MAX_EXTRA:
-        raise CheckpointError(f"{what} has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save them as arrays")
+        raise CheckpointError(
+            f"{what} has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save large values as arrays"
+        )
     return json.loads(text)
 
 
 def fingerprint(arrays: Mapping[str, Array]) -> str | None:
-    """Return a digest of the arrays' names and bits, equal on every mesh. `None` if there are no arrays."""
+    """Return a digest of the arrays' names and bits that does not depend on the mesh, or None without arrays."""
     if not arrays:
         return None
     sums = jax.device_get(_sums(dict(arrays)))

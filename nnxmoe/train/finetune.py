@@ -69,14 +69,14 @@ class Finetune(KnownFields):
             decay to a tenth of the peak. Defaults to 2e-4 for adapters and 2e-5 for all parameters.
             The default is divided by 5 for lion, and by 20 for ``preferences``.
         evaluation: JSONL file of held-out data. Its loss is measured at every checkpoint.
-        accumulate: Number of parts that each batch is split into, to save memory.
+        accumulate: Number of microbatches per batch, for gradient accumulation.
         warmup: Number of warmup steps. Defaults to a tenth of the steps, at most 100.
         lora_alpha: The adapters are scaled by ``lora_alpha / rank``. Defaults to the rank.
         split_rank: Divide the rank of each expert's adapter by the experts per token, see
             `lora.split_ranks`.
         preferences: Train with DPO on pairs in the format of `nnxmoe.train.preferences`. The reference
             is the model without its adapters. Without adapters, the reference is the original model,
-            and it stays in memory.
+            which stays in memory.
         beta: DPO's beta. Defaults to 0.1.
         quantize, keep_quantized: Train adapters on quantized kernels (QLoRA, Dettmers et al. 2023).
             ``quantize`` is a method such as ``int4``, see `quantization.methods.parse_method`.
@@ -176,12 +176,12 @@ def finetune(
     profile: int | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> Fitted | None:
-    """Run a fine-tuning task in a new or empty folder, or in the folder of a run of the same task.
+    """Run a fine-tuning task in a new or empty folder, or resume an earlier run of the task in its folder.
 
-    An unfinished run resumes bit for bit. More steps or epochs extend a run, with the learning rate
-    schedule of the longer run. A finished run is evaluated if ``evaluation`` is new. Otherwise the
-    result is None. ``profile`` steps are traced (see `Profile`). For ``max_bad_fraction`` see
-    `batches`. Raises ValueError if the folder contains a different task, and the errors of `fit`.
+    An unfinished run resumes bit for bit. More steps or epochs extend a run and stretch its learning
+    rate schedule. A finished run is only evaluated, and only if ``evaluation`` is new. Otherwise returns
+    None. ``profile`` steps are traced (see `Profile`). For ``max_bad_fraction`` see `batches`. Raises
+    ValueError if the folder contains a different task, and the errors of `fit`.
     """
     folder = absolute_path(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]

@@ -1,4 +1,4 @@
-"""File in the folder of a fine-tuning run that records the task, and its steps once it has finished."""
+"""Record of a fine-tuning run in its folder: the task, and the number of steps once the run has finished."""
 
 import os
 from collections.abc import Mapping

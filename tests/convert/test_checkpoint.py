@@ -244,7 +244,7 @@ def test_folders_with_unrelated_files_are_refused(tmp_path: Path, name: str) -> 
     (run / name / "mine").write_text("mine")
     with (
         Checkpoints(run, every=1) as checkpoints,
-        pytest.raises(CheckpointError, match=rf"holds {name}, which is not from a run"),
+        pytest.raises(CheckpointError, match=rf"holds {name}, which is not part of a training run"),
     ):
         checkpoints.save(5, tree(5))
     assert listing(run) == [name] and (run / name / "mine").read_text() == "mine"
@@ -345,7 +345,7 @@ def test_runs_of_another_version_are_refused_not_skipped(sound: Path, tmp_path: 
     shutil.copytree(sound, run)
     content = run / "step_3" / "run" / "metadata"
     content.write_text(json.dumps(json.loads(content.read_text()) | {"version": VERSION - 1}))
-    with pytest.raises(CheckpointError, match=f"version {VERSION - 1} is not version {VERSION}: continue.*new folder"):
+    with pytest.raises(CheckpointError, match=f"version {VERSION - 1} is not version {VERSION}. Continue.*new folder"):
         Checkpoints(run, every=1).restore(3, tree(0))
 
 

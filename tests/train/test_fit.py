@@ -351,13 +351,15 @@ def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> N
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
-    with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* The last checkpoint is of step 2"):
+    with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* The last checkpoint is from step 2"):
         fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c", objective=Objective(head=head)))
 
 
 def test_non_finite_parameters_are_not_saved(tmp_path: Path) -> None:
     """The gradients are finite, but no run could continue from such a checkpoint."""
-    with pytest.raises(NotFinite, match=r"step 4: the new values of .*embed.table.* The last checkpoint is of step 2"):
+    with pytest.raises(
+        NotFinite, match=r"step 4: the new values of .*embed.table.* The last checkpoint is from step 2"
+    ):
         spoilt = optax.sgd(lambda step: jnp.where(step == 3, jnp.nan, 0.1))
         batch = {"tokens": np.ones((2, 5), np.int32)}
         fit(build_tiny("llama", PLAIN), [batch], **settings(checkpoint=tmp_path / "c", optimizer=spoilt))
@@ -482,7 +484,7 @@ def test_late_callbacks_see_no_model_and_cannot_stop(events: list[str]) -> None:
     with pytest.raises(ValueError, match="a late callback is called after the next step has started"):
         fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.model())])
     with pytest.raises(
-        ValueError, match="a late callback cannot stop the training at step 3: remove its attribute late"
+        ValueError, match="a late callback cannot stop the training at step 3: remove its `late` attribute"
     ):
         fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.step == 3)])
 

@@ -247,5 +247,5 @@ def test_steps_that_are_not_finite_are_skipped(kind: str, tmp_path: Path) -> Non
     same_bits((done.state.params, inner[0], done.state.frozen), (clean.state.params, inner[1], clean.state.frozen))
     saved: dict[str, Any] = run | {"checkpoint": Checkpoints(tmp_path / "c", every=1)}
     train.fit(model, [first, bad, bad, bad], **saved, steps=3)
-    with pytest.raises(NotFinite, match=r"step 4: the gradients of .*embed.table.* The last checkpoint is of step 3"):
+    with pytest.raises(NotFinite, match=r"step 4: the gradients of .*embed.table.* The last checkpoint is from step 3"):
         train.fit(model, [first, bad, bad, bad], **saved, steps=4)

@@ -385,7 +385,7 @@ def changed(**arrays: Any) -> dict[str, Any]:
 
 BATCHES: dict[str, tuple[Any, Any, str]] = {
     "no reference": (DPO(), lambda: pairs(), r"no reference_logps: .*with_reference.*train.DPO\(train.lora.without\)"),
-    "two references": (DPO(lora.without), lambda: changed(), "leave out one of them"),
+    "two references": (DPO(lora.without), lambda: changed(), "remove one of them"),
     "a reference per token": (
         DPO(),
         lambda: changed(reference_logps=np.zeros((4, 2, 9))),

@@ -1,9 +1,9 @@
 """Encode chats as token ids, with a mask of the assistant's answers and their end tokens.
 
 The template's ``{% generation %}`` tags mark the answers. Without tags, an answer is located by
-comparing two other renderings with the chat: one of the chat up to the answer, and one with a marker
-in place of the answer. Both are needed, since many templates (Qwen3, gpt-oss, DeepSeek-R1) render an
-answer differently if more messages follow.
+comparing the rendered chat with two more renderings: one of the chat up to the answer, and one with a
+marker in place of the answer. Both are needed, since many templates (Qwen3, gpt-oss, DeepSeek-R1)
+render an answer differently if more messages follow.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ def chat_tokens(
     """Return the token ids of a chat and the loss mask.
 
     The loss includes the special token that ends an answer. If the chat ends with an answer and the
-    template writes no end token, the tokenizer's end token is appended.
+    template writes no end token, the tokenizer's EOS token is appended.
 
     Args:
         learned: Indices of the messages to train on.
-        note: Called with a warning about each part that cannot be trained on.
-        tools: JSON schemas for the template.
+        note: Callback that receives a warning if an answer, or the end of one, cannot be trained on.
+        tools: JSON schemas of the tools, passed to the template.
 
     Raises:
         TokenizerError: If no answer can be located.
@@ -79,10 +79,10 @@ class _RenderedChat:
         return self.tokenizer.render_chat(chat, add_generation_prompt=prompted, **self.given).text
 
     def tagged(self, answers: Sequence[Span], turns: list[int], learned: Sequence[int]) -> list[Span]:
-        """Select the spans to train on from ``answers``, the spans that the template marks.
+        """Select the spans to train on from the spans that the template marks (``answers``).
 
-        These are the spans of the turns in ``learned``. If the template does not mark exactly one span per
-        turn, these are all spans from the first turn in ``learned`` on.
+        Returns the spans of the turns in ``learned``. If the template does not mark exactly one span per
+        turn, returns all spans that start at or after the first turn in ``learned``.
         """
         if len(answers) == len(turns):
             return [span for span, turn in zip(answers, turns, strict=True) if turn in learned]
@@ -119,9 +119,9 @@ class _RenderedChat:
         return next(((start, end) for end in ends), None)
 
     def _prompt_end(self, prompt: str, turn: int) -> int | None:
-        """Find the end of the rendered ``prompt`` of an answer in the text.
+        """Find where the rendered ``prompt`` of an answer ends in the text.
 
-        The text may contain only the beginning of the prompt.
+        The text may contain only the first part of the prompt.
         """
         if self.text.startswith(prompt):
             return len(prompt)
@@ -175,6 +175,6 @@ def _masked(
         else:
             note("no special token follows an answer, so the end of the answer is not trained on")
     if not ended and eos is None:
-        note("the tokenizer has no end token to append to the last answer")
+        note("the tokenizer has no EOS token to append to the last answer")
     appended = [] if ended or eos is None else [eos]
     return np.asarray([*ids, *appended], np.int32), np.concatenate([mask, np.ones(len(appended), bool)])

@@ -19,8 +19,8 @@ class RecordError(DataError):
     """Raised if a single record is unusable.
 
     Args:
-        reason: Text that is equal for all records with the same fault, since it contains no values of
-            the record. Defaults to the message without numbers.
+        reason: Text that groups records with the same fault, so it must not contain values of the
+            record. Defaults to the message without numbers.
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
@@ -58,7 +58,7 @@ class BadRecords:
         self._reported, self._early = 0, False
 
     def add(self, number: int, error: RecordError) -> None:
-        """Count an unusable record, given its number in the data."""
+        """Count an unusable record. ``number`` is its position in the data."""
         reason = error.reason
         if reason not in self._faults and len(self._faults) >= _REASONS:
             reason = ""  # bounds the counter's memory

@@ -25,7 +25,7 @@ from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
 
 _VERSION, _POSITION = 1, ("epoch", "document", "row")
-LEAST = {"batch_size": 1, "seq_len": 2, "seed": 0, "epochs": 1}  # minimum of each option
+LEAST = {"batch_size": 1, "seq_len": 2, "seed": 0, "epochs": 1}  # minimum value of each option
 Batch = dict[str, np.ndarray]
 
 
@@ -89,7 +89,7 @@ class Batches(Iterator[Batch]):
     Args:
         batch_size: Rows per batch, summed over all processes.
         seq_len: Tokens per row.
-        pack: Pack several documents into a row. Pairs are never packed.
+        pack: Whether to pack several documents into a row. Pairs are never packed.
         epochs: Number of epochs. If None, the iterator is infinite.
         share: (index of this process, number of processes). Defaults to JAX's values. Each process
             returns its share of the rows of every batch. All processes must make the same calls.

@@ -43,9 +43,8 @@ class Document:
     def pieces(self, length: int) -> "list[Document]":
         """Split a text into pieces of at most ``length`` tokens, or truncate a chat to one piece.
 
-        A chat is not split, since its later pieces would lack their context. Pieces without a token to
-        predict are dropped: the beginning of a chat without an answer, and a single token at the end of a
-        text.
+        A chat is not split, since its later pieces would lack their context. Drops pieces without a token
+        to predict, such as a truncated chat without an answer, or a last piece of a single token.
         """
         starts = range(0, length if self.chat else len(self.tokens), length)
         spans = [slice(start, start + length) for start in starts]
@@ -174,7 +173,7 @@ class Documents:
         return fill(documents, length, self.tokenizer.pad_token_id or 0)
 
     def tell_cut(self, length: int, *, ended: bool) -> None:
-        """Warn about chats that are truncated or skipped in rows of ``length`` tokens.
+        """Warn about chats that are truncated or skipped because they exceed ``length`` tokens.
 
         The first such chat triggers a warning. At the end of an epoch (``ended``), a second warning has the
         final counts, once all documents have been encoded.

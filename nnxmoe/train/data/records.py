@@ -143,7 +143,7 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         raise RecordError("chosen and rejected are equal, so there is no preference to learn")
     if prompt is None or (chats and isinstance(prompt, str)):
         shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
-        shared -= texts and both[0][:shared].endswith(" ")  # tokenizers put the space into the next token
+        shared -= texts and both[0][:shared].endswith(" ")  # tokenizers merge the space into the next token
         prompt, both = both[0][:shared], [field[shared:] for field in both]
     if not prompt:
         hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
@@ -197,7 +197,7 @@ def _required(fields: Fields, name: str) -> Any:
 
 
 def _wrong(path: str, value: object, rule: str) -> RecordError:
-    """Build the error for a value that violates a rule. The reason has the type instead of the value."""
+    """Build the error for a value that violates a rule. Its reason contains the type instead of the value."""
     if value is None:
         return RecordError(f"{path} is null: {rule}")
     type_name = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__

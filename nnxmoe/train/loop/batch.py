@@ -144,7 +144,7 @@ def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 class Ahead(NamedTuple):
-    """Tokens a fixed number of steps ahead of each position, with their targets and loss weights.
+    """Tokens a fixed number of positions ahead of each position, with their targets and loss weights.
 
     Attributes:
         there: True if the token is in the same document as the position.
@@ -157,7 +157,7 @@ class Ahead(NamedTuple):
 
 
 def targets_ahead(batch: Batch, steps: int) -> list[Ahead]:
-    """Return the tokens and targets 1, 2, …, ``steps`` steps ahead.
+    """Return the tokens and targets 1, 2, …, ``steps`` positions ahead.
 
     ``there`` is False and the weight is 0 if padding or a segment boundary comes before the token.
     """

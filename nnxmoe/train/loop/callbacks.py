@@ -44,7 +44,7 @@ class _Log(_FolderWriter, abc.ABC):
     A resumed run first removes the entries of the steps that it repeats.
     """
 
-    late = True  # see `Callback`
+    late = True  # does not read the model, see `Callback`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._next = absolute_path(path, "path"), -1
@@ -217,7 +217,7 @@ class EarlyStopping:
         self.metric, self.sign = metric, 1 if mode == "min" else -1
         self.patience = whole_number("patience", patience, 1, 2**31)
         self.min_delta = real_number("min_delta", min_delta, 0)
-        self.late = metric in EVALUATED  # see `Callback`
+        self.late = metric in EVALUATED  # may run after the next step has started, see `Callback`
         self._start()
 
     def _start(self) -> None:

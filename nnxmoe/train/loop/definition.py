@@ -22,7 +22,7 @@ from nnxmoe.runtime.static_key import hashable, static_key
 from nnxmoe.train.loop.objective import Losses, TrainingObjective
 from nnxmoe.train.loop.optimizers import skipped_steps
 
-Variables = dict[str, tuple[Any, nnx.Variable]]  # dotted path -> path and variable
+Variables = dict[str, tuple[Any, nnx.Variable]]  # dotted path -> (path, variable)
 
 
 @jax.tree_util.register_dataclass
@@ -146,7 +146,7 @@ class StepDefinition:
         return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
-        """Sum ``run(part, key, count)`` over the parts of a batch."""
+        """Sum ``run(part, key, count)`` over the microbatches of a batch."""
         if self.accumulate == 1:
             return run(batch, key, None)
         count = self.objective.count(batch)

@@ -82,7 +82,7 @@ class BatchSource:
 
 
 def in_every_process(position: dict[str, Any]) -> dict[str, Any]:
-    """Return the position to save, with the positions of all processes if they differ.
+    """Return the data position to save, or the positions of all processes if they differ.
 
     Collective: every process must call this function.
     """
@@ -146,8 +146,8 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
 def _put(array: np.ndarray, sharding: NamedSharding, rows: int) -> jax.Array:
     """Build the global array from each process's rows.
 
-    If a process's devices need rows, or parts of rows, of a different process, every process gathers
-    all rows in process order.
+    If the devices of a process need rows, or parts of rows, from a different process, every process
+    gathers all rows in process order.
     """
     shape = (rows, *array.shape[1:])
     if own_rows(sharding, shape):
@@ -168,7 +168,7 @@ def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def own_rows(sharding: Sharding, shape: tuple[int, ...]) -> bool:
-    """Check whether every process has the same number of row ranges, disjoint from other processes."""
+    """Check whether all processes have equally many row ranges, and no two processes share a range."""
     row_ranges: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
     for device, index in sharding.devices_indices_map(shape).items():
         row_ranges[device.process_index].add(index[0].indices(shape[0]))

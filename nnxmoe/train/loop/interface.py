@@ -86,5 +86,5 @@ def is_true(result: Any) -> bool:
 def unseen() -> CausalLM:
     """Raise ValueError. Used as `Progress.model` for late callbacks."""
     raise ValueError(
-        "a late callback is called after the next step has started: remove its attribute late to read the model"
+        "a late callback is called after the next step has started: remove its `late` attribute to read the model"
     )

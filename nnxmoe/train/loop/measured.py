@@ -122,7 +122,7 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
     Counts 4 FLOPs per used parameter (forward pass, and gradient of the input) and 2 more for the
     gradient of each parameter in ``trained`` (dotted paths). Attention scores and rematerialization
     are not counted (PaLM; Chowdhery et al. 2022). If any prediction layer is trained, all prediction
-    layers are counted, each with another use of the output head.
+    layers are counted, each with one more use of the output head.
     """
     total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
     head = "embed.table" if model.head is None else "head.kernel"
@@ -156,7 +156,7 @@ class Evaluation(KnownFields):
         set_positive(self, "every")
 
     def due(self, step: int, last: bool) -> bool:
-        """Check whether the state after a step is evaluated."""
+        """Check whether to evaluate after a step."""
         return last or (self.every is not None and step % self.every == 0)
 
     def of(self, step: Step) -> Callable[[TrainState], float]:

@@ -42,7 +42,7 @@ def refuse_state(step: Step) -> float:
 
 @dataclasses.dataclass
 class BatchLimit:
-    """Limit on the batch size: activations must fit in ``room``, the bytes that the state leaves free.
+    """Limit on the batch size: activations must fit in ``room``, the bytes that the state leaves available.
 
     The estimate is a lower bound. It counts only the inputs of layers that gradients pass through, as
     if they were sharded over all devices. The backward pass needs these inputs with and without
@@ -69,7 +69,7 @@ class BatchLimit:
             raise ValueError(
                 f"a batch of {shape[0]} rows, {list(shape)}, takes at least {bytes_text(needed)} of activations, and "
                 f"{bytes_text(max(self.room, 0))} of memory are free: use fewer rows (batch_size), "
-                f"more parts (accumulate) or more devices (mesh=…), or set {VARIABLE}=off to try anyway"
+                f"more microbatches (accumulate) or more devices (mesh=…), or set {VARIABLE}=off to try anyway"
             )
 
 

@@ -52,10 +52,10 @@ class TrainingObjective(Protocol):
     ) -> tuple[Float[Array, ""], Losses]:
         """Compute the scalar to minimize, and its terms.
 
-        With gradient accumulation, the results of all parts of a batch are summed.
+        With gradient accumulation, the results of all microbatches are summed.
 
         Args:
-            batch: A batch, or a part of a batch with gradient accumulation.
+            batch: A batch, or a microbatch with gradient accumulation.
             key: Random key.
             count: Result of `count` for the whole batch, or None without accumulation.
             share: Weight of the terms that are not divided by ``count``.
@@ -115,8 +115,8 @@ def of_function(objective: Any) -> TrainingObjective:
     """Wrap a function of model and batch as an objective. Objectives are returned unchanged.
 
     The function is ``(model, batch) -> loss`` or ``-> (loss, {name: scalar})``. The scalars are logged
-    as metrics. Batches may be any dicts of arrays with equal numbers of rows. With accumulation, the
-    mean over the parts of a batch is minimized.
+    as metrics. Batches may be any dicts of arrays with equal numbers of rows. With gradient
+    accumulation, the mean over the microbatches is minimized.
     """
     if hasattr(objective, "check"):
         return objective

@@ -57,7 +57,7 @@ _Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Map like `jax.vmap`, but sequentially, with temporary arrays of one layer at a time."""
+    """Map like `jax.vmap`, but sequentially, so that only one layer needs temporary arrays at a time."""
     return lambda *arrays: jax.lax.map(lambda layer: run(*layer), arrays)
 
 
@@ -93,7 +93,7 @@ def _per_layer(inner: optax.GradientTransformation, stacked: Mapping[str, _Over]
 
 
 def _matrix(variable: nnx.Variable) -> MuonDimensionNumbers | None:
-    """Return the axes of inputs and outputs, counted from the end, or None if AdamW trains the parameter."""
+    """Return the input and output axes of a kernel as negative indices, or None if AdamW trains the parameter."""
     if not is_kernel(variable) or "vocab" in axes_of(variable):
         return None
     _, ins, outs = ParamWeight(variable).split(range(-variable.ndim, 0))

@@ -104,7 +104,7 @@ class DPO(RouterLosses):
         """Raise ValueError if the batch is malformed or does not have exactly one reference."""
         check_pairs({name: array for name, array in batch.items() if name != REFERENCE})
         if self.reference is not None and REFERENCE in batch:
-            raise ValueError(f"the batch has {REFERENCE} and DPO has a reference function: leave out one of them")
+            raise ValueError(f"the batch has {REFERENCE} and DPO has a reference function: remove one of them")
         if self.reference is None and REFERENCE not in batch:
             raise ValueError(
                 f"the batch has no {REFERENCE}: pass the batches through train.with_reference(batches, model), or for "
@@ -163,9 +163,7 @@ def check_pairs(batch: Batch) -> None:
         raise ValueError(f"unknown field {unknown[0]!r} in a batch of pairs: the fields are {', '.join(FIELDS)}")
     for name, array in batch.items():
         if len(shape := jnp.shape(array)) != 3 or shape[1] != 2:
-            raise ValueError(
-                f"{name} has the shape {list(shape)}: pairs are [B, 2, T], the chosen before the rejected row"
-            )
+            raise ValueError(f"{name} has the shape {list(shape)}: pairs are [B, 2, T], with the chosen row first")
     flat = {n: jax.ShapeDtypeStruct((2 * len(a), jnp.shape(a)[2]), a.dtype) for n, a in batch.items()}
     check_batch(flat)
     check_masks(batch)

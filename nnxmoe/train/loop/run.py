@@ -40,7 +40,7 @@ from nnxmoe.train.loop.step import Step
 
 @dataclasses.dataclass(frozen=True)
 class _StepMade:
-    """Started step. ``position`` is the position in the data after the step's batch."""
+    """Dispatched step. ``position`` is the data position after the step's batch."""
 
     number: int
     position: dict[str, Any]
@@ -147,7 +147,7 @@ class Run:
         return all(getattr(callback, "late", False) for callback in self.callbacks)
 
     def _due(self, number: int) -> bool:
-        """Check whether this step is the last, saved or evaluated, so that the state after it is read."""
+        """Check whether the state after this step is read: the step is the last, saved or evaluated."""
         saved = self.checkpoints is not None and self.checkpoints.due(number)
         return number == self.steps or saved or self._evaluates(number)
 
@@ -178,7 +178,7 @@ class Run:
         progress = Progress(number, self.steps, metrics, load, model, measured)
         stop = any([is_true(callback(progress)) for callback in self.callbacks])
         if stop and next_started:
-            raise ValueError(f"a late callback cannot stop the training at step {number}: remove its attribute late")
+            raise ValueError(f"a late callback cannot stop the training at step {number}: remove its `late` attribute")
         stop = not next_started and any_process(lambda: stop, self.step.mesh)()
         if stop and not EVALUATED <= metrics.keys():
             metrics |= self._evaluated()
@@ -209,7 +209,7 @@ class Run:
         if report.losses.tokens is not None and not report.losses.tokens:
             raise ValueError(
                 f"step {started.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
-                "or loss_mask 0 do not count, nor does the only token of a row. Check the data"
+                "or loss_mask 0 are excluded, and so is the only token of a row. Check the data"
             )
         self.stop.deferred = True
         self._refuse_nonfinite("gradients", report.finite, started)
@@ -251,8 +251,8 @@ class Run:
             if self.step.pipeline is None or self.step.pipeline.stages is not None:
                 raise
             raise CheckpointError(
-                f"{error}\nThe arrays of a pipelined model depend on the number of stages: use the number of the run, "
-                f"Pipeline({self.step.pipeline.microbatches}, stages=…)"
+                f"{error}\nThe arrays of a pipelined model depend on the number of stages: use the run's number of "
+                f"stages, Pipeline({self.step.pipeline.microbatches}, stages=…)"
             ) from error
         if extra.get("base", self.base) != self.base:
             raise CheckpointError(
@@ -272,7 +272,7 @@ class Run:
                 self.checkpoints.wait()
                 latest = self.checkpoints.latest()
                 hint = (
-                    ". There is no checkpoint yet" if latest is None else f". The last checkpoint is of step {latest}"
+                    ". There is no checkpoint yet" if latest is None else f". The last checkpoint is from step {latest}"
                 )
             loss = float(started.report.losses.total)
             raise NotFinite(

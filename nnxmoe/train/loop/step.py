@@ -33,8 +33,8 @@ class Step:
 
     Args:
         trainable: NNX filter that selects the trained variables.
-        accumulate: Number of parts that a batch is split into. The parts are processed sequentially.
-            The gradients are equal to the gradients of the whole batch.
+        accumulate: Number of microbatches per batch. They are processed sequentially. The accumulated
+            gradients are equal to the gradients of the whole batch.
         bias_rate: Step size of the routers' correction-bias update (u in Wang et al. 2024). This update
             follows the optimizer's update.
     """
@@ -85,7 +85,7 @@ class Step:
         )
 
     def shared(self, what: str, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
-        """Return the program for a function of the definition. Equal steps share it, see `shared_program`."""
+        """Return the program of a `StepDefinition` function. Equal steps share it, see `shared_program`."""
         key = self.definition.key
         return shared_program(key and (what, key), function, name, **options)
 
@@ -150,7 +150,7 @@ class Step:
         return self._run.jitted
 
     def compiles(self, batch: Batch) -> bool:
-        """Check whether `program` may have to compile, since the batch has new shapes."""
+        """Check whether `program` may compile, because the batch has new shapes."""
         return shapes_of(dict(batch)) not in self._programs
 
     def base(self) -> dict[str, Array]:

@@ -51,7 +51,9 @@ def add(
         ValueError: If an argument is invalid or the model already has adapters.
     """
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
-        raise ValueError(f"rngs={short(rngs)}: pass nnx.Rngs(0), or None for abstract adapters (shapes without values)")
+        raise ValueError(
+            f"rngs={short(rngs)}: pass nnx.Rngs(0), or None for abstract adapters (shapes and dtypes only)"
+        )
     targets = list(rank) if targets is None and isinstance(rank, Mapping) else targets
     param_dtype, slots = float_dtype(dtype) or np.dtype(np.float32), select_slots(model, targets)
     ranks = [whole_number("rank", value, 1, 2**31) for value in values_per_slot(slots, rank, "rank")]

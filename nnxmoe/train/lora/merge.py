@@ -25,7 +25,7 @@ from nnxmoe.model.quantization.rounding import kernels_to_quantize, round_to_cod
 
 
 class Merged(nnx.Module):
-    """Merged adapter, with the kernels from before the merge."""
+    """Merged adapter and the original kernels."""
 
     def __init__(self, adapter: LoRA, base: Sequence[nnx.Param | QuantizedWeight]):
         self.a = _as(UnmergeValue, adapter.a)
