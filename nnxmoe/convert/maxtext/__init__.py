@@ -55,7 +55,7 @@ _MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``.
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of router correction biases.
 _BARE = ("decoder", "token_embedder")  # Top-level names of a tree without ``params``.
 _TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # Top-level names in a checkpoint folder.
-_LEVELS = ("params", "model", "state")  # Levels above a tree, in any number and order.
+_LEVELS = ("params", "model", "state")  # Levels that may enclose a tree, in any number and order.
 _AROUND = re.compile(
     rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
     rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
@@ -64,7 +64,7 @@ _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or a temporary
 
 
 def roundings(model: CausalLM, arrays: LazyArrays) -> list[str]:
-    """Describe the tensors that MaxText's layout scales by a factor and rounds to less than float32 precision."""
+    """Describe the tensors that MaxText's layout scales and that are rounded to a dtype narrower than float32."""
     narrow_dtypes, changes = {a.dtype for a in arrays.values()} - {np.dtype(np.float32)}, value_changes(model)
     factors = [("queries divided", changes[QUERY].over), ("embeddings multiplied", changes[EMBED].times)]
     dtype_names = ", ".join(sorted(map(str, narrow_dtypes)))
@@ -105,9 +105,9 @@ def from_tree(
     """Build a model from MaxText's parameter tree.
 
     Args:
-        tree: Nested mappings of arrays, scanned or not, boxed or not, below any levels named ``params``, ``model`` or
-            ``state``. The state of optimizers and random number generators is skipped and listed in
-            ``load_report.skipped``.
+        tree: Nested mappings of arrays. Layers may be scanned, values may be boxed, and the tree may be nested under
+            ``params``, ``model`` or ``state``. The state of optimizers and random number generators is skipped and
+            listed in ``load_report.skipped``.
         config: Config of the model.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
@@ -141,7 +141,7 @@ def _model(
     config, times = fold_query_scale_if_cast(maxtext_config, [array for array, _ in names.values()], load_dtype)
     model = abstract_model(config, strategy, mesh)
     scan, inverses = is_scanned(model, names), {key: change.inverse for key, change in value_changes(model).items()}
-    # Either the config or `times` contains the factor on the queries.
+    # The factor on the queries is either in the config or in `times`.
     layouts = maxtext_layout(model, scan, inverses | {QUERY: dataclasses.replace(inverses[KEY], times=times)})
     # MaxText 0.2.5 also stores values that are not parameters in nnx_aux, such as random number generator states.
     mtp_names = {name for name in names if name.startswith(f"{_MTP}/")}
@@ -154,7 +154,7 @@ def _model(
     names = {name: entry for name, entry in names.items() if name not in mtp_names | aux_names}
     stacked_names = {name for name, layout in layouts.items() if layout.axis is not None}
     layers_first = _layers_first({name: array.shape for name, (array, aux) in names.items() if not aux}, layouts)
-    # MaxText 0.2.5 also puts layers on axis 0 in ``nnx_aux``, and for router biases in states of its NNX models.
+    # In MaxText 0.2.5, layers are also on axis 0 in ``nnx_aux``, and in the router biases of NNX model states.
     bias = f"/{family_of(model).maxtext.table.get('layer.moe.router.bias', ('',))[0]}"
     is_nnx = any(re.match("(params/|state/)*model/", name) for name in tree_arrays)
     biases = {name: names[name][0].shape for name in stacked_names & names.keys() if name.endswith(bias)}
@@ -175,9 +175,9 @@ def save(
 ) -> None:
     """Save an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``.
 
-    Also writes config.json and the other small files of a Hugging Face folder. Scanned router biases are written twice,
-    because MaxText 0.2.5 moved the layers to a different axis. One array at a time is in host memory. The folder is
-    created atomically.
+    Also writes config.json, generation_config.json and the tokenizer files. Scanned router biases are written twice,
+    with the layers on either axis, because MaxText 0.2.5 moved this axis. Only one array at a time is in host memory.
+    The folder is created atomically.
 
     Args:
         folder: New or empty folder.
@@ -222,7 +222,7 @@ def load(
     path = absolute_path(folder)
     if config is None and not os.path.lexists(path / "config.json"):
         raise CheckpointError(
-            f"{path} has no config.json, because MaxText does not write it. Pass the config (nnxmoe convert: --config)"
+            f"{path} has no config.json, because MaxText does not write it. Pass config=, or --config to nnxmoe convert"
         )
     notes: tuple[str, ...] = ()
     if config is None:
@@ -249,7 +249,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder with the arrays: the folder itself, its item, or the item of the last complete step.
+    """Return the Orbax item with the arrays: the folder itself, its item, or the item of the last complete step.
 
     The item is the folder ``items``, or else the only item, such as ``default``. Raises CheckpointError if the folder
     has no item, or several items but not ``items``.
@@ -274,7 +274,7 @@ def items(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _names(arrays: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Map names without prefixes such as ``params/`` to (array, whether it is in a collection other than ``params``).
+    """Map names without prefixes such as ``params/`` to (array, True if its collection is not ``params``).
 
     Besides ``params``, MaxText 0.2.5 has the collection ``nnx_aux`` and a collection per variable class, such as
     ``MoEBiasVar``. As in MaxText, the collection of a class overrides ``params``.

@@ -1,4 +1,4 @@
-"""Read array trees of MaxText and Flax: nested dicts or states, boxed or not, with parameters and other state."""
+"""Flatten parameter trees of MaxText and Flax, which may contain boxes and state other than parameters."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from nnxmoe.config.printable import some
 Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
-# Type of state -> names of branches with this state, and names of integer arrays with this state, anywhere in a tree.
+# Type of state -> names of branches, and names of integer arrays, that contain this state anywhere in a tree.
 _STATES = {
     "state of random number generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
     "state of training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
@@ -22,7 +22,7 @@ _STATES = {
 
 
 def flatten_arrays(tree: Tree) -> dict[str, Any]:
-    """Flatten a tree of mappings, boxed or not, to arrays by name, without random keys.
+    """Flatten nested mappings to arrays by name. Removes boxes and random keys.
 
     As in MaxText, the names of NNX variables that are not parameters start with ``nnx_aux``. Raises ValueError for
     values that are not arrays.
@@ -46,7 +46,7 @@ def check_arrays(arrays: Mapping[str, Any]) -> None:
 
 
 def flatten_tree(tree: Tree) -> dict[str, Any]:
-    """Flatten a tree of mappings to values by name, with path components joined by ``/``.
+    """Flatten nested mappings to values by name, with path components joined by ``/``. Removes boxes.
 
     Raises ValueError if ``tree`` is not a mapping.
     """
@@ -70,7 +70,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
-    """Separate parameters from other state.
+    """Separate parameters from the state of training and of random number generators.
 
     Returns:
         Tuple of the values that may be parameters, by name, and the names of skipped branches, by type of state.

@@ -46,7 +46,7 @@ _SHARED = " of "  # Separator between MaxText's name and the parameter's key, fo
 
 
 class MaxTextRow(NamedTuple):
-    """Row of a family's table.
+    """Row of a family's table of MaxText arrays.
 
     If MaxText's array has fewer axes than nnxmoe's array, the heads are flattened. An additional axis is a single head.
 
@@ -67,7 +67,7 @@ def maxtext_layout(
     """Return the layouts of a model's MaxText arrays, by name.
 
     Args:
-        model: Model with or without values.
+        model: Model, which may be abstract (shapes only).
         scan_layers: Whether MaxText's layers are scanned.
         changes: Prefix of parameter keys -> change of the values.
 
@@ -125,7 +125,7 @@ def maxtext_layout(
 def _rearrange(
     parameter: Parameter, row: MaxTextRow, dims: tuple[int, ...], columns: tuple[int, ...] | None
 ) -> Rearrange | None:
-    """Return the rearrangement of MaxText's array to the array of a layout. `None` if both are equal.
+    """Return the rearrangement from MaxText's array to the array of a layout. `None` if no rearrangement is needed.
 
     ``dims`` are the sizes of the scanned dimensions in MaxText's array.
     """
@@ -187,7 +187,7 @@ def is_scanned(model: CausalLM, names: Iterable[str]) -> bool:
 
 
 def value_changes(model: CausalLM) -> dict[str, ValueChange]:
-    """Return the changes of values from a model's parameters to MaxText's arrays, by prefix of the parameter key."""
+    """Return the value changes that convert parameters to MaxText's arrays, by prefix of the parameter key."""
     config = model.config
     features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
     key = ValueChange(features=features)
@@ -214,7 +214,7 @@ def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dic
 
 
 def from_maxtext(layouts: Mapping[str, ArrayLayout], source_arrays: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """Invert `maxtext_arrays`: return the arrays of a layout. If MaxText's array has a wrong shape, set a ``fault``.
+    """Convert MaxText's arrays to the arrays of a layout. Arrays with a wrong shape have a ``fault``.
 
     Args:
         layouts: Layout of the model.

@@ -36,7 +36,7 @@ class _Spread:
 class _Writer:
     """Base class of handlers that compute each array just before writing it, and free it once it is on disk.
 
-    Errors are stored and raised at the end. If a process raised earlier, the other processes would wait forever.
+    Errors are stored and raised at the end, because the other processes would wait forever for a process that raises.
     """
 
     def __init__(self, bar: Any, **options: Any):
@@ -97,7 +97,7 @@ class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
 def handler(*kinds: tuple[type, Any]) -> Any:
     """Return Orbax's tree handler for the format of MaxText's converter (OCDBT, Zarr 3).
 
-    ``kinds`` are pairs of (leaf type, handler) in addition to integers and JAX arrays.
+    ``kinds`` are additional pairs of (leaf type, handler). Integers and JAX arrays always have handlers.
     """
     default_handlers = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
     registry = type_handlers.create_type_handler_registry(*default_handlers, *kinds)
@@ -185,7 +185,7 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     if tops is not None and not items:
         raise CheckpointError(
             f"{folder} has no {tops[0]!r}, only {some(list(map(repr, metadata))) or 'nothing'}: pass the folder of "
-            "a MaxText checkpoint, or to nnxmoe.load the folder that contains nnxmoe.json"
+            "a MaxText checkpoint, or call nnxmoe.load with the folder that contains nnxmoe.json"
         )
     restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), items)
     args = ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)

@@ -19,7 +19,7 @@ _NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "bet
 
 
 def split_streams(arrays: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """Replace nnxmoe's arrays of streams with MaxText's arrays. ``streams`` is the number of residual streams."""
+    """Replace nnxmoe's `HyperConnection` arrays with MaxText's. ``streams`` is the number of residual streams."""
     result = dict(arrays)
     for name, array in arrays.items():
         folder, parameter = _of_streams(name)
@@ -34,7 +34,7 @@ def split_streams(arrays: LazyArrays, streams: int) -> dict[str, LazyArray]:
 
 
 def join_streams(arrays: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
-    """Invert `split_streams`.
+    """Build nnxmoe's `HyperConnection` arrays from MaxText's arrays. Inverse of `split_streams`.
 
     Args:
         arrays: MaxText's arrays by name.
@@ -69,7 +69,7 @@ def join_streams(arrays: LazyArrays, names: Iterable[str], streams: int) -> dict
 
 
 def _of_streams(name: str) -> tuple[str, str]:
-    """Return (folder, name of the parameter) for an array of streams. The name is empty for other arrays."""
+    """Split the name of a `HyperConnection` array into (folder, parameter). Other arrays have parameter ``""``."""
     folder, _, parameter = name.rpartition("/")
     return folder, parameter if folder.rpartition("/")[2].startswith("mhc_") and parameter in _KINDS else ""
 

@@ -50,7 +50,7 @@ class AdapterFile:
         return name in self._infos
 
     def in_base(self, name: str) -> str:
-        """Return the name of a module or parameter in the adapter's base model. The base model may be multimodal."""
+        """Return the name of a module or parameter in the adapter's base model, which may be multimodal."""
         return self._before + name.removeprefix("model.") if name.startswith("model.") else name
 
     def skip(self, name: str) -> None:
@@ -89,10 +89,10 @@ class AdapterFile:
 def read_expert_adapters(
     model: CausalLM, slot: AdapterSlot, layer: int, settings: Settings, file: AdapterFile
 ) -> AdapterValues | None:
-    """Combine a layer's adapters per expert into a single adapter. Returns None if the file has no such adapters.
+    """Combine the per-expert adapters of a layer into a single adapter. Returns `None` if there are none.
 
-    The rank of the result is the sum of the ranks of gate and up. Each projection has its own rows of ``a``, and ``b``
-    is zero for the other rows. The values of experts without an adapter are zero.
+    The rank of the result is the sum of the ranks of gate and up. Each projection uses separate rows of ``a``, and
+    ``b`` is zero for the rows of the other projection. The values of experts without an adapter are zero.
     """
     (leading_sizes, (ins,), (outs,)), _ = slot.dimensions
     adapters: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}

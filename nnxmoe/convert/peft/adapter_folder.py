@@ -1,9 +1,9 @@
 """Save and load adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Names follow PEFT 0.21 with transformers 5. A layer's experts are two parameters, and one adapter covers all experts:
+Names follow PEFT 0.21 with transformers 5. A layer's experts are two parameters, each with one adapter for all experts:
 ``lora_A [E * rank, ins]`` and ``lora_B [outs, rank * E]`` with the experts innermost, even if the base parameter is
-transposed. The outputs are in the order of the base parameter: first gate, then up, or alternating (gpt-oss). If both
-parameters of a module are adapted, PEFT nests the first adapter in the second as ``base_layer``. `load` also reads
+transposed. The outputs have the order of the base parameter: gate before up, or alternating (gpt-oss). If both
+parameters of a module have adapters, PEFT nests the first adapter in the second as ``base_layer``. `load` also reads
 transformers 4 files, with one adapter per expert and projection.
 """
 
@@ -96,8 +96,8 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
 def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
     """Return (settings, tensor headers) of the adapter in a folder.
 
-    Commands call this function before loading a model. It raises CheckpointError for adapters that `load` supports in
-    no model.
+    Commands call this function before loading a model. It raises CheckpointError if `load` would reject the adapter for
+    every model.
     """
     path = absolute_path(folder)
     return Settings.read(path / CONFIG_FILE), AdapterFile(path)

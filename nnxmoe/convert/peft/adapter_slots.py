@@ -1,4 +1,4 @@
-"""Adapter slots: parts of a model that can have an adapter, such as `attention.q`, `experts.gate_up` and `head`."""
+"""Adapter slots: the projections that can have an adapter, such as `attention.q`, `experts.gate_up` and `head`."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +81,7 @@ class AdapterSlot:
         return range(self.first, self.first + (self.depth or 1))
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
-        """Return an adapter with shapes but no values, with logical axes that shard it like the kernel."""
+        """Return an abstract adapter (shapes only), with logical axes that shard it like the kernel."""
         (leading_sizes, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
@@ -145,7 +145,7 @@ def values_per_slot(slots: Sequence[AdapterSlot], values: Any, label: str) -> li
     """Return one value per slot.
 
     Args:
-        slots: Slots.
+        slots: Slots to return values for.
         values: Value for all slots, or a mapping from targets to values. The longest target that matches a slot's
             name determines the slot's value.
         label: Name of the values in error messages.

@@ -1,4 +1,4 @@
-"""Adapters of single layers: names and layout in PEFT's files, and stacking into adapters of scanned layers."""
+"""Convert the adapters of single layers to and from PEFT's layout, and stack them for scanned layers."""
 
 import collections
 import dataclasses
@@ -19,11 +19,11 @@ from nnxmoe.models import family_of
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTensor:
-    """Tensor of one layer's ``a`` or ``b`` in a file.
+    """Tensor in a PEFT file with the ``a`` or ``b`` of one layer's adapter.
 
     Attributes:
         name: Name of the tensor.
-        one: Shape of one layer in nnxmoe.
+        one: Shape of the layer's values in nnxmoe.
         rank: Rank of the adapter.
         experts: Number of experts, or 1.
         in_turn: Number of kernels with alternating outputs, or 1 if the kernels' outputs are consecutive.
@@ -95,7 +95,7 @@ class LayerAdapter:
 
 
 def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
-    """Return the parameter name of a slot's kernels in transformers 5: ``model.layers.3.self_attn.q_proj.weight``."""
+    """Return a slot's parameter name in transformers 5, such as ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # test the name, because a tied head has the key of the embedding
         return "lm_head.weight"
     name = in_transformers(family_of(model).hf_names(model.config), slot.key)
@@ -105,7 +105,7 @@ def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
 def layer_adapters(entries: Iterable[tuple[AdapterSlot, int, Numbers, str]]) -> list[LayerAdapter]:
     """Build a `LayerAdapter` for each (slot, layer, (rank, alpha), parameter name).
 
-    If both adapters of an experts module are present, the first is nested in the second as ``base_layer``.
+    If both slots of an experts module have an adapter, the first adapter is nested in the second as ``base_layer``.
     """
     entries = list(entries)
     counts, adapters = collections.Counter((slot.path, layer) for slot, layer, _, _ in entries), []
@@ -132,7 +132,7 @@ def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tupl
     ``alpha / rank`` differs from the most common scale, the layer's ``b`` is multiplied by the ratio.
 
     Returns:
-        Tuple of an adapter with shapes but no values, and the values of ``a`` and ``b``.
+        Tuple of an abstract adapter (shapes only), and the values of ``a`` and ``b``.
     """
     numbers = {layer: values.numbers for layer, values in sorted(layers.items())}
     first_values = next(iter(layers.values()))

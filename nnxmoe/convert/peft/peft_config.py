@@ -15,7 +15,7 @@ from nnxmoe.convert.files.untrusted_files import read_object
 
 CONFIG_FILE = "adapter_config.json"
 
-# Fields that this module reads, that do not affect a trained adapter, or that follow from the adapter's tensors.
+# Supported fields: this module reads them, or they do not affect a trained adapter, or the tensors imply them.
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"),
@@ -24,8 +24,8 @@ _KNOWN = {
     *("init_lora_weights", "ensure_weight_tying", "bias"),
 }
 _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # Other values change the base model's weights.
-# In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 assumes
-# that modules with these names are the experts of transformers 4, and a router is not a torch.nn.Linear.
+# In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 takes
+# modules with these names for the expert modules of transformers 4, and a router is not a torch.nn.Linear.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # Matching a pattern with a repeated group can take exponential time.
 # Adapter types and LoRA fields that peft 0.21 cannot merge: they add to the prompt, depend on the input, or need a bias

@@ -21,7 +21,7 @@ from nnxmoe.convert.files.untrusted_files import refuse_url
 from nnxmoe.convert.storage.find_checkpoint import NATIVE_FILE, holds_orbax
 from nnxmoe.runtime.progress import logger
 
-# Checkpoint files that a save replaces.
+# Names of the checkpoint files that saving replaces.
 MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"
 )
@@ -34,15 +34,16 @@ def atomic_dir(
 ) -> Iterator[Path]:
     """Yield a hidden folder to write a checkpoint into, and rename it to ``folder`` on exit.
 
-    Until exit, and after an error, ``folder`` is unchanged. If it cannot be renamed, for example because it is a mount
-    point, the files are moved into it. A killed process leaves a hidden folder behind. Hidden folders that end in
-    ``.tmp`` may be deleted. Hidden folders that end in ``.old`` contain files that were not moved yet.
+    Until exit, and after an error, ``folder`` is unchanged. If ``folder`` itself cannot be renamed, for example because
+    it is a mount point, the files are moved into it one by one. A killed process leaves a hidden folder behind. Hidden
+    folders that end in ``.tmp`` may be deleted. Hidden folders that end in ``.old`` contain files of the replaced
+    checkpoint's folder that were not moved yet.
 
     Args:
         folder: New or empty folder, unless ``overwrite`` is True.
         overwrite: Whether to replace a checkpoint in the folder. Other files remain, unless the new checkpoint has a
             file with the same name. One warning lists the remaining files if a checkpoint was replaced or if tokenizer
-            or code files remain. `None` has the effect of False, but the error message does not mention ``overwrite``.
+            or code files remain. `None` is like False, but the error message does not mention ``overwrite``.
         replaced: Pattern of the file names that are replaced.
 
     Raises:

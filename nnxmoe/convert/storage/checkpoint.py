@@ -1,4 +1,4 @@
-"""Open checkpoint in the Hugging Face layout: config, headers, and reads of row and column ranges.
+"""Reader of checkpoints in the Hugging Face layout: config, tensor headers, and ranges of rows and columns.
 
 This module returns NumPy arrays and does not depend on models. It reads data with pread instead of a memory map, so
 that a file that is truncated during reading causes an error instead of SIGBUS.
@@ -26,7 +26,7 @@ _PAGE = 4096  # Rows of at most one page are read whole, because the operating s
 
 
 class Checkpoint:
-    """Open checkpoint: config, headers of all weight files, and reads of row and column ranges.
+    """Open checkpoint. Provides the config, the headers of all weight files, and reads of row and column ranges.
 
     Reads are thread-safe. Files stay open until `close`. Do not call `close` while a read is running.
     """
@@ -54,7 +54,7 @@ class Checkpoint:
     def open(
         cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Open a local folder, or a hub id such as 'org/name' after downloading the files that the cache lacks."""
+        """Open a local folder, or a hub id such as 'org/name'. Downloads the files that the hub cache lacks."""
         return cls(find_checkpoint.find_checkpoint(path_or_hub_id, revision, local_files_only))
 
     @property
@@ -73,7 +73,7 @@ class Checkpoint:
             header_bytes += header_length(file)
             if header_bytes > MAX_HEADER:
                 raise CheckpointError(
-                    f"{file}: the headers up to this file exceed {MAX_HEADER} bytes; use larger shards"
+                    f"{file}: the headers up to this file exceed {MAX_HEADER} bytes in total; use larger shards"
                 )
             header = read_header(file)
             self._sizes[file] = file.stat().st_size
@@ -192,7 +192,7 @@ class Checkpoint:
     def _read_at(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(descriptor, [buffer], offset)
-        with self._lock:  # Windows and older macOS: all threads share the position in the file
+        with self._lock:  # without preadv (Windows, older macOS), all threads share the file position
             os.lseek(descriptor, offset, os.SEEK_SET)
             data = os.read(descriptor, len(buffer))
         buffer[: len(data)] = data

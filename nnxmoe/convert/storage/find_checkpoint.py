@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NATIVE_FILE = "nnxmoe.json"  # Marks a folder written by nnxmoe.save.
-MAX_TENSORS = 250_000  # Limit for all files together. DeepSeek-V3 has 92,000 tensors.
-_MAX_INDEX_BYTES = 32_000_000  # The index of DeepSeek-V3 has 9 MB.
+NATIVE_FILE = "nnxmoe.json"  # File in every folder that nnxmoe.save writes.
+MAX_TENSORS = 250_000  # Maximum number of tensors in all files. DeepSeek-V3 has 92,000.
+_MAX_INDEX_BYTES = 32_000_000  # Maximum size of an index. DeepSeek-V3's index is 9 MB.
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
-_GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings in old checkpoints without quantization_config.
-_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings in old checkpoints without quantization_config.
+_GPTQ_FILE = "quantize_config.json"  # Quantization settings in old AutoGPTQ checkpoints.
+_MODELOPT_FILE = "hf_quant_config.json"  # Quantization settings in old ModelOpt checkpoints.
 _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
     "model.model.": "model.",
     "backbone.": "model.",
@@ -81,7 +81,7 @@ def find_checkpoint(
         listed_names = set[str]()
         if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
             listed_names = set(_read_weight_map(folder / INDEX_FILE).values())
-        # `download` skips weight files in subfolders. Download the weight files in subfolders that the index lists.
+        # `download` skips subfolders. Download the weight files in subfolders that the index lists.
         if missing_names := sorted(name for name in listed_names if "/" in name and not os.path.lexists(folder / name)):
             snapshot(repo_id, revision, local_files_only, list(map(glob.escape, missing_names)), [], CheckpointError)
         return find_in_folder(folder)
@@ -109,7 +109,8 @@ def find_in_folder(folder: Path) -> CheckpointFiles:
 def read_config_fields(folder: Path) -> dict[str, Any]:
     """Parse config.json. For a multimodal model, return only the text model's fields.
 
-    In old GPTQ and ModelOpt checkpoints, ``quantization_config`` comes from a separate file."""
+    In old GPTQ and ModelOpt checkpoints, ``quantization_config`` is read from a separate file.
+    """
     if is_gguf(folder):
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
@@ -234,8 +235,7 @@ def _is_plain_name(value: str) -> bool:
 
 
 def normalize_prefixes(tensors: dict[str, T]) -> dict[str, T]:
-    """Rename tensors to the names in a text model with a head, as transformers does. Names lack ``model.`` in a
-    ``LlamaModel``, repeat it in a wrapped model, and have a different prefix in a multimodal model."""
+    """Rename the tensors of base models and multimodal models to their names in a causal LM, as transformers does."""
     renamed_tensors = {}
     for name, info in tensors.items():
         full_name = next((new + name[len(old) :] for old, new in _PREFIXES.items() if name.startswith(old)), name)
@@ -249,7 +249,7 @@ def module_spellings(module: str) -> list[str]:
 
 
 def group_towers(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the tensors of a multimodal checkpoint outside the text model by tower."""
+    """Group a multimodal checkpoint's tensors outside the text model by component, such as ``vision_tower``."""
     towers: dict[str, list[str]] = {}
     for name in names:
         if match := _TOWER.match(name):
@@ -269,7 +269,7 @@ def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], 
     check_hub_id(repo_id, CheckpointError)
 
     def config_file() -> str:
-        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails immediately, the download retries
+        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails immediately, unlike the download
         return huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
 
     config = hub_call(repo_id, revision, config_file, CheckpointError)

@@ -22,7 +22,7 @@ from nnxmoe.convert.storage.atomic_dir import MODEL_FILES, atomic_dir
 from nnxmoe.sharding import spans_hosts
 
 AnyArray = Any  # NumPy or JAX array.
-_MESSAGE = 4000  # Maximum number of bytes of a broadcast text.
+_MESSAGE = 4000  # Maximum size of a broadcast text in bytes.
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
-    """Collective over the processes of a mesh: start to compute whether a flag is set in any process.
+    """Collective over the processes of a mesh: start computing whether a flag is set in any process.
 
     Returns a function that waits for the result, which is the same in all processes. The caller can enqueue more work
     on the devices before calling the function. With a single process, returns ``flag`` itself.
@@ -154,6 +154,6 @@ def local_value(value: AnyArray, slice_index: tuple[int, ...]) -> np.ndarray:
 
 
 def gather(value: Array, slice_index: tuple[int, ...]) -> np.ndarray:
-    """Collective: return ``value[slice_index]``. Every process must call this function."""
+    """Collective: return ``value[slice_index]`` on the host of every process. Every process must call this function."""
     assert isinstance(value.sharding, NamedSharding)
     return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, slice_index))

@@ -1,4 +1,4 @@
-"""Write safetensors files as streams, with one tensor in memory at a time."""
+"""Stream tensors to safetensors files, with one tensor in memory at a time."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def write_sharded(
 
     Args:
         folder: Existing folder.
-        shares: (process, tensors that the process writes). Tensors with process `None` are computed by a collective:
-            every process computes them at the same time, and the processes write the files in turn.
+        shares: Pairs of (process, tensors that the process writes). If the process is `None`, all processes compute the
+            tensors collectively and take turns in writing the files.
         max_shard_size: Maximum size of a shard in bytes.
         process: Index of this process. Process 0 also writes the index.
         single: Name of the file if the tensors fit into one shard.
