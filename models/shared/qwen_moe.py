@@ -35,7 +35,7 @@ class QwenMoeConfig(DecoderConfig):
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     ignored = "output_router_logits router_aux_loss_coef"
-    shared_expert_intermediate_size = 0  # a field in families with a shared expert
+    shared_expert_intermediate_size = 0  # a config field in families with a shared expert
 
     vocab_size: int = 151936
     hidden_size: int = 2048

@@ -69,7 +69,7 @@ class Pipeline:
         if self.microbatches % size:
             raise ValueError(
                 f"{self}: the microbatches must be a multiple of {size}, the size of the mesh axis {AXIS!r}, because "
-                f"all devices along the axis store equally many microbatches"
+                f"all devices along the axis store the same number of microbatches"
             )
 
     def stack(self, mesh: AnyMesh | None, *arguments: Any) -> "PipelinedStack":

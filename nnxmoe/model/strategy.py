@@ -52,9 +52,9 @@ _WHY = {  # (type, backend or None for all) -> reason. Speeds: python -m tests.b
     (
         "AllGatherAttention",
         None,
-    ): "all-gathers the keys and values of whole rows; each device computes its own queries",
+    ): "all-gathers the keys and values of whole rows; each device attends with its own queries",
     ("AutoProduct", "cpu"): "for quantized kernels only: integer products of int8 codes with a few 16-bit rows, "
-    "otherwise a loop over blocks of outputs; no float copy of a kernel exists in either case",
+    "otherwise a loop over blocks of outputs; neither creates a float copy of the kernel",
     (
         "AutoProduct",
         "tpu",
