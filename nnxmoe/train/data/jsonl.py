@@ -105,8 +105,8 @@ class JsonLines:
 def _as_lines(path: Path) -> tuple[Path, str] | None:
     """Convert a compressed file or a JSON array to a temporary file of lines.
 
-    Returns the temporary file and the unit of its records in messages. Returns None if the file has
-    lines already. Raises DataError for other formats.
+    Returns the temporary file and the unit of its records in messages. Returns None if the file
+    already contains plain JSON lines. Raises DataError for other formats.
     """
     with path.open("rb") as file:
         start = file.read(4)
