@@ -43,7 +43,7 @@ FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4TextConfig(LayerRopesConfig):
-    """Config of Gemma 4.
+    """Text config of Gemma 4.
 
     If ``layer_types`` is null, every sixth layer is full attention. The last layer is always full attention.
 

@@ -22,7 +22,7 @@ class Streamed(Layer):
     """A layer whose attention and feed-forward read from several residual streams and add to the streams.
 
     Args:
-        parts: Arguments of `Layer`.
+        parts: Positional arguments of `Layer`.
         connections: Connections of attention and feed-forward to the streams.
     """
 

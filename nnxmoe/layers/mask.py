@@ -35,7 +35,7 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the mask consists only of causal order and the window, without a cache, padding or segments."""
+        """Whether the mask is causal, possibly with a window, and has no cache, padding or segments."""
         return self.causal and self.query_segment is None and self.keys.valid is None
 
     def allowed(self) -> Bool[Array, "#B T S"]:

@@ -47,8 +47,7 @@ def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array
     Args:
         rope: Rotary position embedding.
         positions: Position of each token.
-        valid: False for padding. Some ropes choose the frequencies by sequence length. The positions of padding do not
-            count towards the sequence length.
+        valid: False for padding. Some ropes select the frequencies by the sequence length, which excludes padding.
     """
     valid_positions = positions if valid is None else jnp.where(valid, positions, 0)
     frequencies = rope.frequencies(jnp.max(valid_positions) + 1)

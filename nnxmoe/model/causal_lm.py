@@ -94,7 +94,7 @@ class CausalLM(nnx.Module):
         """Return a hashable layer type. Consecutive layers of equal type form a stack.
 
         By default, the type is a pair: the sliding window, and whether the layer has experts. Override this method if
-        layers of the family also differ in other parts.
+            layers of the family differ in other respects.
         """
         return self.config.windows[index], self.config.sparse_layers[index]
 

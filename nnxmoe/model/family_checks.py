@@ -55,7 +55,8 @@ def check_rows(model: CausalLM, family: Family) -> None:
     If a row has alternatives, checks the first alternative, because saving writes the first alternative.
 
     Raises:
-        ConfigError: A parameter has no row, two parameters have the same tensor, or no row covers a part of a tensor.
+        ConfigError: A parameter has no row, two parameters have the same tensor, or a part of a tensor is not covered
+            by any row.
     """
     class_name, table = family.model.__name__, family.hf_names(model.config)
     parts = collections.defaultdict[tuple[str, int], list[str]](list)  # (tensor, part) -> parameters

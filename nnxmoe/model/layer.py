@@ -77,11 +77,11 @@ class Layer(nnx.Module):
             setattr(self, f"feed_forward_{suffix}", module)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Assign a part. Translates the prefix ``feed_forward`` to ``moe`` or ``mlp``.
+        """Assign a submodule. Translates the prefix ``feed_forward`` to ``moe`` or ``mlp``.
 
         Raises:
-            ValueError: The part cannot be called with the layer's arguments, or the layer would have both ``moe`` and
-                ``mlp``.
+            ValueError: The submodule cannot be called with the layer's arguments, or the layer would have both ``moe``
+                and ``mlp``.
         """
         other = {"moe": "mlp", "mlp": "moe"}.get(name)
         if other in vars(self):
@@ -110,7 +110,7 @@ class Layer(nnx.Module):
 
     @property
     def feed_forward_post_norm(self) -> Callable[[Array], Array] | None:
-        """Norm of the feed-forward's output, ``moe_post_norm`` or ``mlp_post_norm``. None without such a norm."""
+        """Norm of the feed-forward's output, ``moe_post_norm`` or ``mlp_post_norm``. None if there is no such norm."""
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:

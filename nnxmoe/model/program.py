@@ -238,7 +238,7 @@ def strip_metadata(model: Any) -> Any:
 class Structure:
     """Structure of a model (graph and parameter tree), with the programs compiled for it.
 
-    References to modules are weak so that programs do not keep replaced parts in memory.
+    References to modules are weak, so programs do not keep replaced modules in memory.
     """
 
     def __init__(self, model: Any, stripped: Any, graph: Any, state: Any):

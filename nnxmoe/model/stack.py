@@ -154,7 +154,7 @@ class ScannedStack(nnx.Module):
     Args:
         count: Number of layers (L).
         make: Function that builds one layer.
-        keys: One random key per layer. If None, parameters have shapes without values.
+        keys: One random key per layer. If None, the layers are abstract (shapes and dtypes only).
         remat: Which activations the backward pass recomputes.
         axis: Logical name of the layer axis, for sharding.
     """
@@ -240,7 +240,7 @@ class ScannedStack(nnx.Module):
         """Copy the layers to an `UnrolledStack` with separate arrays per layer.
 
         Args:
-            place: Function that returns the sharding of a layer's variable, or None.
+            place: Function that returns the sharding (or None) for a variable of a layer.
         """
         graph, state = nnx.split(self.layer)
         layers: list[list[Any]] = [[] for _ in range(self.count)]
@@ -269,7 +269,7 @@ Stack = UnrolledStack | ScannedStack
 
 
 # A function ``(count, make, rngs, remat)`` that builds a stack of ``count`` equal layers with ``make``. If ``rngs`` is
-# None, parameters have shapes without values.
+# None, the layers are abstract.
 Stacking = Callable[[int, MakeLayer, nnx.Rngs | None, Remat | None], Stack]
 
 

@@ -1,4 +1,4 @@
-"""Routers choose the experts of each token and the weights of the expert outputs.
+"""Routers: modules that select the experts of each token and compute the weights of the expert outputs.
 
 `Router` computes one logit per expert. A `Select` function converts the logits to a `Routing` by top-k selection.
 Routers compute in float32 on every platform. NaN logits produce NaN weights and therefore NaN outputs.

@@ -60,7 +60,7 @@ class TokamaxMatmul:
 
         def run(rows: Array, sizes: Array, *leaves: Array) -> Array:
             kernel: QuantizedKernel = tree.unflatten(leaves)
-            if kernel.order is not None:  # each expert permutes the inputs differently
+            if kernel.order is not None:  # act order: each expert has its own permutation of the inputs
                 expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
                 rows = jnp.take_along_axis(rows, kernel.order[expert], axis=1)
             return self._product(rows, _qarray(dataclasses.replace(kernel, order=None), rows.dtype), sizes)

@@ -79,7 +79,7 @@ class ContextShards:
         return jnp.concatenate(self._exchange(even, odd, inverse=True), axis)
 
     def _exchange(self, even: Array, odd: Array, *, inverse: bool = False) -> list[Array]:
-        """Send each device's even and odd chunks to the devices that compute them, or back if ``inverse``."""
+        """Send each device's even and odd chunks to the devices that compute them, or invert this exchange."""
         outputs = []
         for chunk, numbers in ((even, range(0, 2 * self.count, 2)), (odd, range(1, 2 * self.count, 2))):
             pairs = [(source, min(i, 2 * self.count - 1 - i)) for source, i in enumerate(numbers)]

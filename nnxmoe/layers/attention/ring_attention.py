@@ -101,7 +101,7 @@ class RingAttention:
 
 @dataclasses.dataclass(frozen=True)
 class SplitKV:
-    """`KVExpansion` that splits the last dimension into keys, the first ``width`` components, and values."""
+    """`KVExpansion` that splits the last dimension into keys (the first ``width`` components) and values."""
 
     width: int
 

@@ -153,7 +153,7 @@ class CastProduct:
 
 @dataclasses.dataclass(frozen=True)
 class AutoProduct:
-    """Product selected by backend: `CastProduct` on GPUs and TPUs.
+    """Product selected by backend and dtype of the rows. GPUs and TPUs use `CastProduct`.
 
     CPUs use `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows. The error of `TwoInt8Product` is
     smaller than the rounding error of 16-bit rows.

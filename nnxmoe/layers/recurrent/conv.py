@@ -66,7 +66,7 @@ class ShortConv(nnx.Module):
     def windows(
         self, inputs: Float[Array, "B _ channels"], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None
     ) -> Float[Array, "B n _ channels"]:
-        """Gather the ``taps - 1`` tokens up to each index in ``places``. Tokens of other segments are set to zero.
+        """Gather the last ``taps - 1`` tokens up to each index in ``places``. Tokens of other segments are set to zero.
 
         ``inputs`` is the second output of ``__call__``, the concatenation of window and input tokens.
         """

@@ -268,7 +268,7 @@ def context_parallel_delta_rule(
 
     def run(inputs: DeltaInputs, state: Array, last_segments: Any) -> tuple[Array, Array]:
         device = jax.lax.axis_index(CONTEXT)
-        if inputs.segment is not None:  # renumber segments relative to the device's initial state
+        if inputs.segment is not None:  # the device's initial state is in segment 0
             state_segment = jnp.pad(last_segments, ((0, 0), (1, 0)))[:, device, None]
             inputs = inputs._replace(segment=inputs.segment - state_segment)
         zeros = jnp.zeros((*inputs.v.shape[:3], key_dim), inputs.v.dtype)

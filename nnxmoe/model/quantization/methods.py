@@ -92,8 +92,9 @@ def parse_method(text: str) -> Method | Mixed:
     """Parse a quantization method from the command line.
 
     Args:
-        text: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks of 64), or a method per part
-            as in ``experts=int4:32,others=int8,head=int8``. Parts that are ``float`` or not listed are not quantized.
+        text: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks of 64), or a method for each
+            group of kernels, as in ``experts=int4:32,others=int8,head=int8``. Groups that are ``float`` or not listed
+            are not quantized.
 
     Raises:
         ValueError: The text is not a method, or is ``float``.
