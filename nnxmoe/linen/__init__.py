@@ -48,7 +48,7 @@ class LinenCausalLM(nn.Module):
     Activations use the strategy's ``compute_dtype`` if set, else the dtype of the weight matrices.
 
     Attributes:
-        scan_layers: Stack the layers on axis 1. Overrides the strategy's ``stacking``.
+        scan_layers: Whether to stack the layers on axis 1. Overrides the strategy's ``stacking``.
     """
 
     config: DecoderConfig
@@ -59,7 +59,7 @@ class LinenCausalLM(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """Run the model with the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first.
 
-        Raises ValueError with a list of all variables that do not fit.
+        Raises a ValueError that lists all missing, unexpected and misshapen variables.
         """
         return _call(self, model_plan(self.config, self.strategy, self.scan_layers), args, kwargs)
 
@@ -71,7 +71,10 @@ class Wrapped(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the NNX module. Raises ValueError with a list of all variables that do not fit."""
+        """Call the NNX module.
+
+        Raises a ValueError that lists all missing, unexpected and misshapen variables.
+        """
         return _call(self, part_plan(self.blueprint), args, kwargs)
 
 
@@ -83,14 +86,14 @@ def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = No
     attribute (``layers_0`` for list items) and have the axes of their metadata.
 
     Args:
-        nnx_class: The class or function.
+        nnx_class: NNX class, or function that returns an NNX module.
         args, kwargs: Arguments of ``nnx_class`` except ``rngs``. They must be hashable, since equal
             arguments share the graph definition and compiled programs. They may be wrapped modules:
             ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``.
         name: Name of the Linen module.
 
     Raises:
-        ValueError: If an argument is not hashable, or if ``rngs`` is passed.
+        ValueError: An argument is not hashable, or ``rngs`` is passed.
     """
     if "rngs" in kwargs:
         raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs, so omit this argument")
@@ -114,7 +117,7 @@ def from_linen(
     *,
     mapping: Mapped | None = None,
 ) -> CausalLM:
-    """Build an NNX model with the parameters of a Linen module, boxed or not.
+    """Build an NNX model from the parameters of a Linen module, which may be boxed.
 
         linen.from_linen(params, config, mapping={
             "embed/table": "wte/embedding",
@@ -132,8 +135,8 @@ def from_linen(
             accepts it.
 
     Raises:
-        ValueError: With a list of all parameters without a row, missing arrays, unused arrays and
-            mismatched shapes.
+        ValueError: The tree does not fit. The message lists all parameters without a row, missing
+            arrays, unused arrays and wrong shapes.
     """
     if mapping is not None:
         return from_mapping(params, config, mapping, strategy, mesh)
@@ -168,7 +171,7 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
 
 
 def _draw(module: nn.Module, plan: LinenPlan) -> None:
-    """Store initial values in the scope, drawn with Linen's random keys."""
+    """Initialize the variables with Linen's random keys, and store them in the scope."""
     with nnx.use_eager_sharding(False):  # boxes have the logical axes; users apply shardings
         state = dict(nnx.to_flat_state(nnx.state(plan.make(Streams(module.make_rng)))))
     for (collection, names), paths in plan.places.items():
@@ -179,14 +182,14 @@ def _draw(module: nn.Module, plan: LinenPlan) -> None:
 
 
 def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
-    """Store a variable under nested scopes of these names."""
+    """Store a variable in a collection under nested names."""
     module.put_variable(collection, names[0], unflatten_dict({names[1:]: value}) if names[1:] else value)
 
 
 def _stored(module: nn.Module, plan: LinenPlan) -> dict[Path, Any]:
-    """Return the scope's value of each leaf.
+    """Return the stored value of each variable, by NNX path.
 
-    Raises ValueError with all missing, misshapen and unexpected variables.
+    Raises a ValueError that lists all missing, misshapen and unexpected variables.
     """
     collections, unexpected, stored = module.variables, list[str](), dict[Path, Any]()
     for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):

@@ -1,4 +1,4 @@
-"""Load NNX models from Linen parameters, by a mapping from NNX names to Linen names."""
+"""Load NNX models from Linen parameters, with a mapping from NNX names to Linen names."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ NUMBERED = re.compile(r"(^|[/. ])((?:[^/. ]*(?:layer|block)s?_?|h_?)?)(\d+)(?=[/
 def from_mapping(
     params: Mapping[str, Any], config: DecoderConfig, mapping: Mapped, strategy: Strategy | None, mesh: Mesh | None
 ) -> CausalLM:
-    """Load a model from a Linen tree by a mapping; see `nnxmoe.linen.from_linen`."""
+    """Load a model from a Linen tree with a mapping. See `nnxmoe.linen.from_linen`."""
     check_config(config)
     model, linen_arrays = abstract_model(config, strategy, mesh), flat(params)
     targets, values = native.layout(model, False), dict[str, LazyArray]()

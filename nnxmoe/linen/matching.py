@@ -16,11 +16,11 @@ from nnxmoe.linen.words import Words
 Shape = tuple[int, ...]
 Layers = frozenset[int | None]
 OUTSIDE: Layers = frozenset({None})
-_AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # storage of NNX values in the Linen array
+_AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # how a Linen array stores NNX values
 
 
 class _Fit(NamedTuple):
-    """Whether two shapes fit in order, whether they fit transposed, and whether the parameter is a matrix."""
+    """Whether two shapes fit as is, whether they fit transposed, and whether the parameter is a matrix."""
 
     as_is: bool
     transposed: bool
@@ -69,7 +69,7 @@ class Entry:
 
 
 class Matching:
-    """Candidate pairs and accepted pairs. ``edges[i][j]`` is the storage of NNX entry i in Linen entry j."""
+    """Candidate pairs and accepted pairs. ``edges[i][j]`` is how Linen entry j stores NNX entry i."""
 
     def __init__(self, ours: list[Entry], theirs: list[Entry], every: Layers):
         self.ours, self.theirs, self.every = ours, theirs, every
@@ -209,7 +209,7 @@ class Matching:
         return 1 + (len(b.roles) == 1) + 2 * len(a.rest) if matches else 0
 
     def _same_module(self, i: int, j: int) -> float:
-        """Score pairs in modules with another matched parameter, such as the bias after the kernel."""
+        """Score pairs in modules that have a matched parameter, such as the bias once the kernel is matched."""
         our_module, their_module = self.ours[i].parent, self.theirs[j].parent
         matched = (
             self.ours[k].parent == our_module and self.theirs[n].parent == their_module
@@ -221,7 +221,7 @@ class Matching:
     def _only_fit(self, i: int, j: int) -> float:
         """Score pairs in layers that match completely, and norms in all layers.
 
-        Such a pair is accepted if its parameters have no other candidates. Other pairs have a negative score.
+        These pairs are accepted if their parameters have no other candidates. All other pairs score negative.
         """
         a, b = self.ours[i], self.theirs[j]
         return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1

@@ -1,7 +1,7 @@
-"""Plan of an NNX module in Linen: a cached graph definition, and the place of each variable.
+"""Cached graph definitions of NNX modules in Linen, and the Linen collection and path of each variable.
 
-Whole models use the names of `maxtext_layout`. Parts of models use the names of the families'
-tables. Other modules use the names of their attributes.
+The variables of whole models are named as in `maxtext_layout`, and the variables of nnxmoe's layers as
+in the families' tables. The variables of other modules are named by attribute.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ _PARTS: dict[type[nnx.Module], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinenSlot:
-    """NNX variable and its place in Linen.
+    """Linen collection, path and shape of an NNX variable.
 
     Attributes:
         collection: Linen's collection, such as ``params``.
@@ -67,8 +67,8 @@ class LinenSlot:
         own: Shape in NNX.
         dtype: Dtype in Linen and NNX.
         axes: Logical axes of the box in Linen, or None if it is unboxed.
-        rows: Layers of the variable on Linen's stacked axis 1, or None if it is not stacked. NNX has
-            the layers on axis 0.
+        rows: Range of the variable's layers on axis 1 of the Linen array, or None if it is not
+            stacked. NNX has the layers on axis 0.
         matrix: True for weight matrices, see `is_matrix`.
     """
 
@@ -82,7 +82,7 @@ class LinenSlot:
     matrix: bool = False
 
     def write(self, value: Any) -> Any:
-        """Convert an NNX value to the unboxed Linen value, or to its rows of a stacked Linen value."""
+        """Convert an NNX value to the unboxed Linen value, or to its layers of a stacked Linen value."""
         if self.rows is None:
             return value.reshape(self.shape)
         return jnp.moveaxis(value.reshape(-1, self.shape[0], *self.shape[2:]), 0, 1)
@@ -102,7 +102,7 @@ class LinenSlot:
         if not hasattr(value, "shape"):
             return f"{name} is not an array: {value!r}"
         if value.shape != self.shape:
-            return f"{name} has shape {list(value.shape)}, the module has {list(self.shape)}"
+            return f"{name} has shape {list(value.shape)}, but the module requires {list(self.shape)}"
         if jnp.issubdtype(self.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.floating):
             return f"{name} is {value.dtype}: weights are floating-point"
         return None
@@ -110,10 +110,10 @@ class LinenSlot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinenPlan:
-    """A module's graph definition, and the places of its variables in a Linen tree.
+    """Graph definition of a module, and the Linen collection and path of each variable.
 
-    A place has several variables if they are rows of a stack. Keys and counts of RNG streams are not
-    stored in Linen.
+    Several NNX variables share a path if they are layers of one Linen array. The keys and counts of
+    RNG streams are not stored in Linen.
     """
 
     make: Make
@@ -160,7 +160,7 @@ class Streams(nnx.Rngs):
 
 @functools.lru_cache(maxsize=32)
 def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> LinenPlan:
-    """Plan a whole model in MaxText's layout, with queries divided by sqrt(head width)."""
+    """Return the plan of a whole model in MaxText's layout, with queries divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): pass a model's config and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
@@ -181,7 +181,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
         names = tuple(name.split("/"))
         if leaf.rearrange is not None:
             call = f"LinenCausalLM({type(config).__name__}(…), scan_layers={scan_layers})"
-            raise ValueError(f"{call}: MaxText stores {name} in a different layout: convert checkpoints instead")
+            raise ValueError(f"{call}: MaxText stores {name} in a different layout. Convert checkpoints instead")
         for parameter, rows in _rows(leaf):
             nnx_shape, variable = parameter.shape, parameter.variable
             properties = variable.dtype, leaf.axes, rows, is_matrix(variable)
@@ -190,7 +190,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
 
 def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
-    """Return each parameter of a leaf with its rows on axis 1. The rows are None if it is not stacked."""
+    """Return the parameters in an array, each with its range of layers on axis 1 (None if not stacked)."""
     if leaf.axis is None:
         return [(leaf.parts[0], None)]
     same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].path)
@@ -200,7 +200,7 @@ def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
 
 @functools.lru_cache(maxsize=256)
 def part_plan(blueprint: Blueprint) -> LinenPlan:
-    """Plan a part of a model, or any other NNX module. Raises ValueError if Linen cannot store its state."""
+    """Return the plan of a layer or any other NNX module. Raises ValueError if Linen cannot store its state."""
     modules: list[nnx.Module] = []
 
     def shapes() -> Any:
@@ -224,7 +224,7 @@ def part_plan(blueprint: Blueprint) -> LinenPlan:
 
 
 def _move_inputs_first(module: Any) -> Any:
-    """Store kernels with inputs first, as in Linen. Programs then need no transposes and round as in Flax."""
+    """Store kernels as [in, out], like Linen, so that programs need no transposes and round as in Flax."""
     for _, node in nnx.iter_graph(module):
         if is_kernel(node):
             ParamWeight(node).move_inputs_first()
@@ -247,9 +247,9 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -
 
 
 def _slots_by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.Module) -> dict[Path, LinenSlot]:
-    """Name the variables of a part by the first family's table that contains all of them.
+    """Name the variables of a layer by the first family's table that contains all of them.
 
-    A part does not know its family. The common prefix of the names is removed.
+    A layer does not know its family. The common prefix of the names is removed.
     """
     keys = {path: prefix + ".".join(map(str, path)) for path in variables}
     table = _table_with(set(keys.values()))
@@ -260,7 +260,7 @@ def _slots_by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module:
     slots: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
         nnx_shape, axes = tuple(variable.shape), table[keys[path]][1]
-        shape = tuple(variable.get_metadata().get("outs", nnx_shape))  # NNX stores biases of heads flat
+        shape = tuple(variable.get_metadata().get("outs", nnx_shape))  # NNX stores the biases of all heads as a vector
         slots[path] = LinenSlot("params", names[path][prefix_length:], shape, nnx_shape, variable.dtype, axes)
     return slots
 

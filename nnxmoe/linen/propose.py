@@ -166,10 +166,9 @@ _PARTNERS = {"k": "v", "v": "k", "q": "k kv", "o": "q v"}
 
 
 def _read_keys(linen_entries: list[Entry]) -> None:
-    """Remove attention roles from names without a counterpart.
+    """Remove the attention role of names that lack an analogous name for another projection.
 
-    Attention projections have analogous names. For example, Grok's ``linear_v`` belongs to a
-    feed-forward, since there is no ``linear_k``.
+    For example, Grok's ``linear_v`` belongs to a feed-forward block, because there is no ``linear_k``.
     """
     stems = {entry.words.stem for entry in linen_entries}
     for entry in linen_entries:

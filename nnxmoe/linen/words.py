@@ -1,4 +1,4 @@
-"""Interpret parameter names by the words used in published decoders."""
+"""Interpret parameter names by the words that published decoder implementations use."""
 
 import dataclasses
 import itertools
@@ -56,8 +56,8 @@ class Words:
     Attributes:
         roles: Possible roles of the parameter, such as ``{"q"}``, or ``{"gate", "router"}`` for the
             word ``gate``.
-        aspects: Side of the layer (attention or mlp), ``experts`` or ``shared``, and factor of a
-            low-rank projection (``a`` or ``b``).
+        aspects: (sublayer, expert type, low-rank factor). The sublayer is ``attention`` or ``mlp``,
+            the expert type ``experts`` or ``shared``, and the factor ``a`` or ``b``.
         stem: The words without ``digits`` and noise words.
         rest: Words without a known meaning.
     """
@@ -82,7 +82,7 @@ class Words:
 
 
 def read(name: str, unambiguous: bool = False) -> Words:
-    """Interpret a parameter's name. If ``unambiguous``, the name is from a `CausalLM`."""
+    """Interpret a parameter name. Set ``unambiguous`` for the names in a `CausalLM`."""
     parts = _words(name)
     leaf = parts[-1][0] if parts and len(parts[-1]) == 1 and parts[-1][0] in _LEAVES else ""
     inner = parts[:-1] if leaf and len(parts) > 1 else parts
@@ -132,7 +132,7 @@ def _words(name: str) -> list[list[str]]:
 def _roles(parts: list[list[str]], side: str) -> Roles:
     """Return the roles allowed by the innermost component that has roles.
 
-    Empty if the roles belong to the other side.
+    The result is empty if the roles belong to the other sublayer.
     """
     for part in reversed(parts):
         if allowed := [_ROLES[word] for word in part if word in _ROLES]:
@@ -142,10 +142,10 @@ def _roles(parts: list[list[str]], side: str) -> Roles:
 
 
 def _norm_roles(words: list[str], module: list[str]) -> Roles:
-    """Return the possible norms of a layer for a name.
+    """Return the norms of a layer that a name may refer to.
 
-    ``module`` has the words of the last component. An attention may contain several norms, and a
-    feed-forward contains no norms.
+    ``module`` contains the words of the last component. An attention block may contain several
+    norms. A feed-forward block contains none.
     """
     projections = [_ROLES[word] for word in words if word in ("q", "k", "v", "kv", "embed")]
     positions = {word for word in module if word in _POSITIONS}

@@ -1,9 +1,8 @@
-"""Parity tests of an NNX and a Linen module: parameter trees, outputs, gradients, first difference.
+"""Parity tests of NNX and Linen modules, which compare parameter trees, outputs and gradients.
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
-`load_linen` loads the parameters of a Linen module into an NNX module. Parts: `load`, `parameters`,
-`record` (calls of submodules), `sides` (both modules as functions), `compare`.
+`load_linen` loads the parameters of a Linen module into an NNX module.
 """
 
 import dataclasses
@@ -56,10 +55,10 @@ def assert_module_parity(
     nnx_call: Callable[..., Any] | None = None,
     linen_call: Callable[..., Any] | None = None,
 ) -> ParityReport:
-    """Compare parameter trees, outputs and gradients, with the NNX module's parameters on both sides.
+    """Compare the parameter trees, outputs and gradients of an NNX and a Linen module.
 
-    Gradients are computed for a fixed random projection of the output, with respect to all parameters
-    and floating-point inputs.
+    Both modules are run with the NNX module's parameters. Gradients are computed for a fixed random
+    projection of the output, with respect to all parameters and floating-point inputs.
 
     Args:
         mapping: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of the
@@ -72,9 +71,10 @@ def assert_module_parity(
         nnx_call, linen_call: ``(module, *inputs) -> output to compare``. Defaults to calling the module.
 
     Raises:
-        AssertionError: With all differences of the trees, or the first submodule that differs. May also
-            name two exchanged Linen parameters, or the step of an MoE block that differs.
-        ValueError: If the modules cannot be compared, or cannot be called with these inputs.
+        AssertionError: The modules differ. The message lists all differences of the trees, or the first
+            submodule that differs. It may also name two swapped Linen parameters, or the step of an MoE
+            block that differs.
+        ValueError: The modules cannot be compared, or cannot be called with these inputs.
     """
     tolerance = _check(nnx_module, linen_module, mapping, tolerance)
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))

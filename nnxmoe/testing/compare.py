@@ -17,7 +17,7 @@ Pair = tuple[Call, Call]
 
 
 class _Gap(NamedTuple):
-    """Largest difference of two arrays, relative to their largest value (at least 1). Infinite if NaN occurs."""
+    """Largest difference of two arrays, relative to their largest magnitude or 1. Infinite for NaN."""
 
     error: float
     at: tuple[int, ...]
@@ -129,7 +129,7 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
 def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
     """Check whether an enclosing submodule agrees although this submodule differs.
 
-    For example, a factor may be applied elsewhere.
+    For example, both sides may apply the same factor in different submodules.
     """
     path, enclosing = pairs[i][0].path, {}
     for j in range(i + 1, len(pairs)):
@@ -145,8 +145,8 @@ def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
 def pair_calls(rows: Mapping[str, Row], nnx_calls: list[Call], linen_calls: list[Call]) -> list[Pair]:
     """Pair calls of submodules with equal parameters and equal shapes of results, in execution order.
 
-    If one side has more such calls, for example in a wrapper around a layer, only the last and
-    outermost call is paired.
+    If the numbers of calls differ, for example because one side wraps a layer, only the last calls
+    are paired, which are the outermost.
     """
     linen_parts = {name: list(row.parts) for name, row in rows.items()}
     calls_by_key = (_by_parameters(nnx_calls, parts_of(rows)), _by_parameters(linen_calls, linen_parts))

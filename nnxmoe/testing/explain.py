@@ -1,4 +1,4 @@
-"""Explain differing outputs: two exchanged parameters, or the step of an MoE block that differs."""
+"""Explain why outputs differ: two swapped parameters, or the step of an MoE block that differs."""
 
 import itertools
 import os
@@ -26,9 +26,9 @@ _LARGE = 1 << 28  # bytes of parameters; larger modules are not rerun
 def find_exchange(
     linen_side: LinenSide, params: Mapping[str, Any], arguments: Arguments, output: Any, tolerance: float
 ) -> list[str]:
-    """Return a hint if Linen's output agrees after exchanging two parameters or modules.
+    """Return a hint if Linen's output agrees after swapping two parameters or modules of equal shapes.
 
-    Tries pairs with equal shapes. Returns an empty list if no exchange helps.
+    Returns an empty list if no swap makes the outputs agree.
     """
     stored = {name: row(params) for name, row in linen_side.rows.items()}
     if sum(array.nbytes for array in stored.values()) > _LARGE:
@@ -42,7 +42,7 @@ def find_exchange(
 
 
 def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """List pairs of parameters or modules, each with the renaming that exchanges them in all layers.
+    """List pairs of parameters or modules, each with the renaming that swaps them in all layers.
 
     The most similar names come first.
     """
@@ -89,9 +89,9 @@ def _of_layer(moe: MoE, number: int, num_layers: int) -> MoE:
 
 
 def _steps(moe: MoE, call: Any, their_call: Any, tolerance: float) -> list[str]:
-    """Compare the steps of an MoE block, with Linen's expert weights derived by least squares.
+    """Compare the steps of an MoE block. Linen's expert weights are derived by least squares.
 
-    Linen's output is fitted as a weighted sum of the outputs of the NNX experts.
+    The fit expresses Linen's output as a weighted sum of the NNX experts' outputs.
     """
     width, experts = call.given.shape[-1], moe.experts.count
     if width < experts:

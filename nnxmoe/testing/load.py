@@ -1,4 +1,4 @@
-"""Load Linen parameters into any NNX module, by a mapping from NNX names to Linen names."""
+"""Load Linen parameters into any NNX module, with a mapping from NNX names to Linen names."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
             `nnxmoe.linen.propose_mapping` proposes a mapping.
 
     Raises:
-        ValueError: With a list of all parameters without a row, missing arrays, unused arrays, and
-            arrays of the wrong shape or number type. The module is then unchanged.
+        ValueError: The tree does not fit. The message lists all parameters without a row, missing
+            arrays, unused arrays, and arrays of a wrong shape or type. The module is unchanged.
     """
     if not isinstance(module, nnx.Module) or isinstance(module, CausalLM):
         raise ValueError(

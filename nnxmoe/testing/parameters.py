@@ -96,7 +96,7 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
 
 
 def _filled(mapping: Names, params: Arrays) -> Iterator[tuple[tuple[str, ...], list[tuple[str, Any]]]]:
-    """Yield the rows with ``{layer}`` replaced with each number in the NNX module's names."""
+    """Yield the rows of a mapping, with ``{layer}`` replaced by each number in the NNX module's names."""
     for key, target in mapping.items():
         names = (key,) if isinstance(key, str) else key
         targets = target if isinstance(target, list) else [target]

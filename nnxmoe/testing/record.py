@@ -80,7 +80,7 @@ class Tape:
         return jax.tree.unflatten(tree, leaves)
 
     def calls(self) -> list[Call]:
-        """Return the calls in execution order. The calls inside a scan alternate, with equal counts."""
+        """Return the calls in execution order. Neighboring submodules with equal counts share a scan and alternate."""
         # An empty list belongs to a call that was traced but never executed.
         executed = [(path, values or []) for path, values in self._sites if values != []]
         calls = []

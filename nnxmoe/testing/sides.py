@@ -1,4 +1,4 @@
-"""Both modules as functions of the NNX parameters and the inputs, with outputs and gradients."""
+"""Run both modules as functions of the NNX parameters and the inputs, and compute their gradients."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence

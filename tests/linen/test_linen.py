@@ -686,7 +686,7 @@ def test_error_lists_every_mismatch(boxed: bool) -> None:
     assert set(str(caught.value).splitlines()[1:]) == {
         "  params/decoder/decoder_norm/scale is int32: weights are floating-point",
         "  params/decoder/layers_0/MoeBlock_0/wo is missing, [8, 48, 32]",
-        "  params/decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], the module has [32, 8]",
+        "  params/decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], but the module requires [32, 8]",
         "  params/token_embedder/embedding is not an array: 'table'",
         "  params/decoder/layers_0/extra/kernel is not a variable of the module",
     }
