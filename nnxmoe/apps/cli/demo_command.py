@@ -23,7 +23,7 @@ QUESTIONS = (
     "Write a function that squares a number.",
     "Tell me a story about a fox named Mia.",
 )
-SHADES = " ░▒▓█"  # share of tokens: 0, then up to 1, 2 and 3 times the uniform share, then more
+SHADES = " ░▒▓█"  # shades for shares of 0, of up to 1, 2 and 3 times the uniform share, and of more
 NEXT_COMMANDS = """try next:
   nnxmoe chat demo
   nnxmoe generate demo "Once upon a time"
@@ -78,7 +78,7 @@ def _show_experts(model: nnxmoe.CausalLM, conversations: Sequence[Sequence[int]]
         experts, weights = (np.asarray(array)[mask != 0].ravel() for array in (choice.experts, choice.weights))
         shares[layer] = np.bincount(experts, weights, minlength=choice.scores.shape[-1]) / mask.sum()
     num_experts = len(next(iter(shares.values())))
-    print(f"Share of the tokens routed to each of the {num_experts} experts per layer, of {mask.sum()} tokens:")
+    print(f"Share of tokens routed to each of the {num_experts} experts per layer, over {mask.sum()} tokens:")
     print("  expert   " + " ".join(f"{expert:>3}" for expert in range(num_experts)))
     for layer, share in shares.items():
         cells = (SHADES[min(4, int(np.ceil(fraction * num_experts)))] * 3 for fraction in share)

@@ -130,7 +130,7 @@ def _print_cache(summary: "Summary") -> None:
     windows = [(tokens, size) for tokens, size in summary.cache.items() if tokens is not None and tokens > 1]
     line = f"cache       {bytes_text(per_token)} per token"
     for tokens, size in windows:
-        line += f", {bytes_text(size)} of it for {tokens} tokens at most (sliding window)"
+        line += f", {bytes_text(size)} of it for at most {tokens} tokens (sliding window)"
     if state:
         line += f", and {bytes_text(state)} of states per row"
     print(line)

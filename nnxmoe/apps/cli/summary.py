@@ -79,7 +79,7 @@ class Summary:
 
     @property
     def cache_token(self) -> int:
-        """Cache bytes per token and row until the cache of a layer is full."""
+        """Cache bytes per token and row, while the cache of no layer is full."""
         return sum(self.cache.values())
 
     @property

@@ -78,7 +78,7 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a chat. Without ``add_generation_prompt``, the text ends inside the last message."""
+        """Render a chat. Without ``add_generation_prompt``, the text ends within the last message."""
         return self.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt, continue_final_message=not add_generation_prompt
         )

@@ -30,7 +30,7 @@ def changes(step_plan: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
     lines, scale = (
         [],
         step_plan.memory / step_plan.bytes.total,
-    )  # compiled / estimated memory, 1 by arithmetic
+    )  # compiled / estimated memory (1 if not compiled)
     for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, step_plan.work):
         try:
             result = plan(step_plan.model, step_plan.config, device, abstract_mesh(mesh), work)

@@ -214,7 +214,7 @@ def rows_per_device(batch: int, mesh: AnyMesh) -> int:
 def cache_per_token(model: CausalLM) -> dict[int | None, int]:
     """Map each cache capacity to the cache bytes per token and row of all layers with this capacity.
 
-    Capacities are in tokens, or `None` without a limit. Recurrent states have capacity 1.
+    Capacities are in tokens. `None` is an unlimited capacity. Recurrent states have capacity 1.
     """
 
     def size(attention: Any, capacity: int) -> int:

@@ -62,7 +62,7 @@ def table(plan: Any) -> str:
         low, high = plan.range
         peak = f"at {share.high:.0%} to {share.low:.0%} of the peak"
         line("range", f"{low:.3g} to {high:.3g} s per step, {peak}", share.why)
-        line("", "the upper end assumes that communication overlaps nothing", "an assumption")
+        line("", "the upper end assumes no overlap of communication and computation", "an assumption")
         line("nearest", str(nearest(plan.model, spec, plan.config.experts > 0, plan.devices, work.train)), "published")
     for text in plan.advice:
         line("change", text)

@@ -13,7 +13,7 @@ _TOPOLOGIES = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """Return the hardware with a name such as ``h100``, or ``tpu-v5p:4x8x8`` for a slice with this torus."""
+    """Look up hardware by name, such as ``h100``, or ``tpu-v5p:4x8x8`` for a TPU slice with this torus."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
@@ -57,7 +57,7 @@ def refuse_unheld(device: Hardware, mesh: Mapping[str, int]) -> None:
 
 
 def _held(axis_sizes: Sequence[int], physical: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """Assign physical axes to mesh axes, so that the product of the physical axes is the size of the mesh axis.
+    """Partition the physical axes into one group per mesh axis, whose product is the size of the mesh axis.
 
     Returns the sizes of the physical axes per mesh axis, or `None` if no assignment uses all physical axes.
     """
@@ -124,7 +124,7 @@ def routes(device: Hardware, mesh: Mapping[str, int], across: str | None = None)
 
 
 def _physical_axes(device: Hardware, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
-    """Map each mesh axis to the physical axes that it covers, as pairs (size, whether it is a closed ring)."""
+    """Map each mesh axis to the physical axes that it covers, as pairs (size, is_closed_ring)."""
     chips = math.prod(sizes.values()) // device.dies or 1
     torus = list(device.torus) if math.prod(device.torus) == chips else _balanced(chips, device.dimensions)
     axis_sizes = {axis: size for axis, size in sizes.items() if size > 1}

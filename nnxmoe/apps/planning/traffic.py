@@ -53,8 +53,8 @@ def traffic(step: PlannedStep) -> list[Traffic]:
     Kernels are gathered once per pass, in the dtype of activations or as quantized codes. The head is
     gathered once per part of a batch. Gradients are reduced in float32. Gradients of adapters are not
     counted. Token embeddings are exchanged instead of the embedding table. A pipeline stage runs these
-    collectives in every turn, including idle turns. In each turn, a stage sends a microbatch and a slot to
-    the next stage in the forward pass, and to the previous stage in the backward pass.
+    collectives in every turn, including idle turns. In each turn, a stage sends its output and one stored
+    microbatch to the next stage. In the backward pass, it sends their gradients to the previous stage.
     """
     config, work, mesh, sums = step.config, step.work, step.mesh, _Sums()
     for param in step.parts:

@@ -101,8 +101,8 @@ def effective(body: Mapping[str, Any], supported_fields: Collection[str], chat: 
 
     Args:
         body: The decoded request body.
-        supported_fields: Names of supported fields.
-        chat: Whether the request is a chat.
+        supported_fields: Names of the fields that the endpoint supports.
+        chat: Whether the endpoint is ``/v1/chat/completions``.
 
     Raises:
         Refused: If an unsupported field has a value with an effect.

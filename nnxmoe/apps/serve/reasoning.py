@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-# The tags of Qwen3, DeepSeek-R1, GLM-4.5, Kimi and MiniMax, then of Magistral, then of Seed-OSS.
+# In order: tags of Qwen3, DeepSeek-R1, GLM-4.5, Kimi and MiniMax; of Magistral; of Seed-OSS.
 _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
@@ -26,7 +26,7 @@ class Reasoning:
 
     @classmethod
     def of(cls, template: str, prompt: str) -> "Reasoning | None":
-        """Return the tags of a chat template, or `None` without tags. ``prompt`` is the rendered chat."""
+        """Return the reasoning tags of a chat template, or `None`. ``prompt`` is the rendered chat."""
         for start, end in _TAGS:
             if end in template:
                 return cls(start, end, prompt.rstrip().endswith(start), prompt.rstrip().endswith(end))

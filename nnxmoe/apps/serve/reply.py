@@ -111,7 +111,7 @@ class Reply(Response):
         if service.admitted + num_samples > max_samples:
             raise Refused(
                 429,
-                f"{service.admitted} samples are running or waiting, the limit is {max_samples}: try again later",
+                f"{service.admitted} samples are running or waiting (limit {max_samples}): try again later",
             )
         special_ids = frozenset(plan.answer.tokens.values())
         jobs = [

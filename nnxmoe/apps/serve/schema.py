@@ -37,7 +37,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     @property
     def usage(self) -> Literal["last", "always"] | None:
-        """Which chunks report token counts, or `None`."""
+        """Which chunks report token counts. `None` if no chunk does."""
         return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
 
 
