@@ -58,7 +58,7 @@ def real_number(name: str, value: Any, least: float, most: float = sys.float_inf
     """Convert a value to a number with `as_number`.
 
     Raises:
-        ValueError: If the value is not a number, is outside [``least``, ``most``], or is not positive although
+        ValueError: If the value is not a number, is outside [``least``, ``most``], or is not positive if
             ``positive`` is True.
     """
     if (number := as_number(value)) is None or not least <= number <= most or (positive and number <= 0):

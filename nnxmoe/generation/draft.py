@@ -167,8 +167,8 @@ class MTPDraft(ModelBasedDraft):
     """Draft tokens from the model's multi-token prediction layer: ``MTPDraft.of(model)``.
 
     Requires a model that was loaded with ``mtp=True``. The first-depth layer predicts one
-    additional id. For more drafts, the layer reads its previous output states. The layer was not trained
-    on these states, so fewer of these drafts are accepted.
+    additional id. For further draft tokens, the layer reads its previous output states. The layer was
+    not trained on these states, so fewer of these tokens are accepted.
     """
 
     @classmethod

@@ -121,7 +121,7 @@ def acceptance(ratio: float, count: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """Bytes read and operations computed by passes through a module.
+    """Bytes read and operations computed by a forward pass through a module.
 
     Attributes:
         dense: bytes that every pass reads.
@@ -181,7 +181,7 @@ def _operations(module: nnx.Module) -> float:
 
 
 def _cost(model: CausalLM, source: str, count: int, draft_modules: Any, slots: int, capacity: int) -> DraftCost:
-    """Estimate the cost of steps with ``count`` drafts per row.
+    """Estimate the cost of steps with ``count`` draft tokens per row.
 
     Args:
         draft_modules: modules of the draft, as in `ModelBasedDraft.modules`. If None, proposing drafts costs nothing.

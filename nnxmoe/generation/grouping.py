@@ -14,7 +14,7 @@ from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # Tokens per prefill chunk.
 MAX_SMALL = 6  # Up to this many small chunks are faster than one large chunk.
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # Minimum total tokens of up to 8 rows. Minimum rows above 1.
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # Minimum total tokens of up to 8 rows. Minimum rows if more than one.
 _MAX_RECENT = 32  # Number of recent prompts that a new prompt is compared with.
 
 

@@ -8,7 +8,7 @@ from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
 
 
 class StopStringFilter:
-    """Streaming filter that truncates text before the first stop string.
+    """Streaming filter that truncates text at the first stop string. The stop string is dropped.
 
     Text is added in pieces (`add`) or as token ids (`add_ids`). Text that may be the start of a stop
     string is held back until more text is added.
@@ -103,7 +103,7 @@ def check_stop_strings(
 
 
 def split_stop_strings(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Separate the stop strings that are special tokens from the others.
+    """Separate stop strings that are special tokens from stop strings in the text.
 
     Returns:
         Strings to search for in the text, and ids of special tokens below ``vocab_size``. Special tokens

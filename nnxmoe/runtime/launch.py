@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.command or min(options.count, options.devices) < 1:
         parser.error("pass at least one process, one device and a script to run")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP: do not handle it
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP stays ignored
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     port, running = free_port(), []
     try:

@@ -29,8 +29,8 @@ def static_key(*values: Any) -> Any:
 
     Returns None if this cannot be determined. Functions are compared by code, defaults, captured
     variables and globals. The globals of functions from JAX, Flax, Optax, NumPy and this package are not
-    compared. Captured arrays are compared only if they are small. A key references no model and no
-    large array.
+    compared. Captured arrays are compared only if they are small. A key holds no reference to a
+    model or a large array.
     """
     try:
         return hashable(tuple(_key(value, {}) for value in values))

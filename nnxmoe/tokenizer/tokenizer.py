@@ -213,7 +213,7 @@ class Tokenizer:
     ) -> Any:
         """Render a conversation in the prompt format that the model was trained on.
 
-        Variables that the template does not read are reported in a warning.
+        A warning lists variables that the template does not read.
 
         Args:
             messages: a list of dicts, dataclasses or pydantic models, or an object with the list as

@@ -219,7 +219,7 @@ def _failing(action: str, remedy: str, clean_up: Callable[[], None] = lambda: No
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Omit tracebacks from Orbax's log messages: Orbax also raises these errors, as CheckpointErrors here."""
+    """Remove the traceback from a log record of Orbax, because Orbax also raises the error."""
     if "orbax" in record.pathname:
         record.exc_info = None
     return True

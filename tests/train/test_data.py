@@ -296,7 +296,7 @@ def test_arrays_and_compressed_files(tmp_path: Path) -> None:
     del found
     assert not copy.exists()
     path.write_bytes(gzip.compress(GOOD * 99)[:-20])
-    with pytest.raises(DataError, match=r"a\.json: .*the file is damaged"):
+    with pytest.raises(DataError, match=r"a\.json: .*The file is damaged"):
         JsonLines(path)
     for name, content, message in (
         ("a.json", b'[{"text": "a"}, {"txt": "b"}]', r"a\.json has .*: item 2: the record has the fields \['txt'\]"),

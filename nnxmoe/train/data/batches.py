@@ -229,7 +229,7 @@ class Batches(Iterator[Batch]):
 
 
 def _window(seq_len: int) -> int:
-    """Return the tokens per packing window: 64 rows, at most the larger of 8 rows and 131,072 tokens."""
+    """Return the tokens per packing window: 64 rows, limited to 131,072 tokens or 8 rows, whichever is larger."""
     return max(8 * seq_len, min(64 * seq_len, 1 << 17))
 
 

@@ -126,7 +126,7 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
                 raise DataError(f'{path} is {content}: write JSON lines such as {{"text": "…"}}, one per document')
             return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if open_file is gzip.open else None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: {error}; the file is damaged, so download it again") from error
+        raise DataError(f"{path}: {error}. The file is damaged, so download it again") from error
 
 
 def _items(data: bytes, path: Path) -> Iterator[bytes]:
@@ -152,7 +152,7 @@ def _items(data: bytes, path: Path) -> Iterator[bytes]:
             raise json.JSONDecodeError("Extra data", text, position + 1)
     except (ValueError, RecursionError) as error:
         location = "" if isinstance(error, UnicodeDecodeError) else f" item {number}"
-        raise DataError(f"{path}{location} is not valid JSON: {error}; correct the file") from error
+        raise DataError(f"{path}{location} is not valid JSON: {error}. Correct the file") from error
 
 
 def _skip_space(space: re.Pattern[str], text: str, position: int) -> int:

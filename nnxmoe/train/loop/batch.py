@@ -89,7 +89,7 @@ def check_masks(batch: Batch) -> None:
         if (invalid := values[(values != 0) & (values != 1)]).size:
             raise ValueError(
                 f"{name} contains {invalid[0]}: use 1, or 0 to exclude a token. Pass the numbers of packed documents "
-                "as segment_ids. Weights per token require a custom objective"
+                "as segment_ids. Per-token weights require a custom objective"
             )
 
 

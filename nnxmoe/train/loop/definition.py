@@ -70,7 +70,7 @@ class StepDefinition:
         self.optimizer, self.objective = optimizer, objective
         self.accumulate, self.bias_rate = accumulate, bias_rate
         stripped = copy.copy(model)
-        vars(stripped)["load_report"] = None  # its load times differ between equal models
+        vars(stripped)["load_report"] = None  # its timings would make equal models differ
         self._graph, params, frozen = nnx.split(stripped, trainable, ...)
         self._params, self._frozen = (_without_values(variables_of(state)) for state in (params, frozen))
         self._biases = _biases(model, getattr(objective, "depths", 0))

@@ -21,8 +21,8 @@ from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
 from nnxmoe.train.loop.step import Step
 
-_BYTES = "base64"  # key of a state of type bytes, such as from grain's DataLoader
-_PROCESSES = "processes"  # key of per-process positions, such as with grain.ShardByJaxProcess
+_BYTES = "base64"  # key of a data state in bytes, such as from grain's DataLoader
+_PROCESSES = "processes"  # key of data positions per process, such as with grain.ShardByJaxProcess
 
 
 class BatchSource:

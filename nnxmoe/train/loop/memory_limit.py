@@ -67,8 +67,8 @@ class BatchLimit:
         needed = math.prod(shape) // self.accumulate * self.bytes_per_token
         if needed > self.room:
             raise ValueError(
-                f"a batch of {shape[0]} rows, {list(shape)}, takes at least {bytes_text(needed)} of activations, and "
-                f"{bytes_text(max(self.room, 0))} of memory are free: use fewer rows (batch_size), "
+                f"a batch of {shape[0]} rows, {list(shape)}, takes at least {bytes_text(needed)} for activations, but "
+                f"only {bytes_text(max(self.room, 0))} of memory is free: use fewer rows (batch_size), "
                 f"more microbatches (accumulate) or more devices (mesh=…), or set {VARIABLE}=off to try anyway"
             )
 

@@ -37,7 +37,7 @@ def muon(
     stacked = {
         name: jax.vmap
         if axes_of(variable)[0] == "stages"
-        else _one_by_one  # in a loop, XLA gathers the layers of all stages
+        else _one_by_one  # in a loop, XLA would gather the layers of all pipeline stages
         for name, variable in variables.items()
         if is_kernel(variable) and len(ParamWeight(variable).lead) > 1
     }

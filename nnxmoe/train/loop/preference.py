@@ -148,7 +148,7 @@ class DPO(RouterLosses):
         return total, Losses(total, None, jnp.sum(pairs), *routers, measured=means)
 
     def logps(self, model: CausalLM, rows: Batch, key: Any) -> tuple[Pairs, Body]:
-        """Return each completion's log-probability in rows ``[2 B, T]``, and the results of the layers."""
+        """Return the log-probability of the completion in each row ``[2 B, T]``, and the outputs of the layers."""
         body, (targets, weights) = self._body(model, rows, key), targets_of(rows)
         token_logps = log_probabilities(body.x, model.head_weight(), targets, model.mesh)
         return jnp.sum(token_logps * weights, axis=1).reshape(-1, 2), body

@@ -104,7 +104,7 @@ class Run:
                 try:
                     started = self._start(number, contexts)
                 finally:
-                    if pending is not None:  # also if the data end or are invalid
+                    if pending is not None:  # also if the data are exhausted or invalid
                         previous, pending = pending, None
                         self._finish(previous, next_started=True)
                 if self._late and number > self.first + 1 and not self._due(number) and not started.asked():
@@ -147,7 +147,7 @@ class Run:
         return all(getattr(callback, "late", False) for callback in self.callbacks)
 
     def _due(self, number: int) -> bool:
-        """Check whether the state after this step is read: the step is the last, saved or evaluated."""
+        """Check whether the state after this step is read, because the step is the last, saved or evaluated."""
         saved = self.checkpoints is not None and self.checkpoints.due(number)
         return number == self.steps or saved or self._evaluates(number)
 
@@ -189,10 +189,10 @@ class Run:
         self.bar.set_postfix(shown_metrics(metrics), refresh=False)
         self.bar.update()
         if interrupted and not is_last:
-            hint = "nothing is saved: pass a checkpoint folder to fit, so that a later call can continue"
+            hint = "nothing was saved: to resume in a later call, pass a checkpoint folder to fit"
             if self.checkpoints is not None:
                 self.checkpoints.wait()
-                hint = f"saved in {self.checkpoints.folder}: the same call continues from there"
+                hint = f"saved in {self.checkpoints.folder}: repeat the call of fit to resume"
             raise Interrupted(f"interrupted at step {number} of {self.steps}; {hint}", self._fitted())
         return is_last
 

@@ -171,7 +171,9 @@ class Step:
 
         No array is copied twice, so resuming needs no more memory than starting.
         """
-        leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort arrays by path
+        leaves = [
+            arrays["moments"][path] for path in moment_paths(self.places.moments)
+        ]  # pytree dicts are sorted by path
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
         copy_arrays = shared_program("copies", _copies, out_shardings=self.places.frozen)
         frozen = copy_arrays(self._start[1]) | dict(arrays["moving"])
