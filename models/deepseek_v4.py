@@ -209,8 +209,8 @@ class DeepSeekV4(StreamedLM):
         mtp_ratios = (c.compress_ratios or ())[c.num_hidden_layers :]
         if len(mtp_ratios) == c.num_nextn_predict_layers and any(mtp_ratios):
             raise ConfigError(
-                f"compress_ratios: prediction layers with compressed entries ({short(mtp_ratios)}) are not supported: "
-                "load without prediction layers"
+                f"compress_ratios: prediction layers with compressed entries ({short(mtp_ratios)}) are not supported. "
+                "Load without prediction layers"
             )
         return c.num_hidden_layers
 

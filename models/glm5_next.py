@@ -79,7 +79,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
         if shared_layers:
             raise ConfigError(
                 f"layer {shared_layers[0]} has a shared indexer, but recurrent layers do not pass selected keys to the "
-                "next attention layer: indexer_types must be full for all attention layers"
+                "next attention layer. Set indexer_types to full for all attention layers"
             )
 
     @property

@@ -104,7 +104,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
             ("mlp_layer_types", values.get("moe_layer_freq"), ("dense", "sparse")),
         ):
             if flags is not None and not isinstance(flags, list):
-                raise ConfigError(f"{name}: expected a list of 0 and 1 per layer, got {short(flags)}")
+                raise ConfigError(f"{name}: expected a list with 0 or 1 for each layer, got {short(flags)}")
             if flags is not None and values.get(name) is None:
                 values[name] = [types[bool(flag)] for flag in flags]
         return values

@@ -73,7 +73,7 @@ class Mistral4Config(DeepSeekV3Config):
             raise ConfigError(f"head_dim {self.head_dim} must be the width of a query, {width}: remove it")
         if factor is not None and factor != self.qk_rope_head_dim / width:
             expected_fraction = f"qk_rope_head_dim {self.qk_rope_head_dim} of {width}"
-            raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {expected_fraction}: remove it")
+            raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {expected_fraction}. Remove it")
 
     def _check_experts(self) -> None:
         check_at_most(self, "num_experts_per_tok", "n_routed_experts")

@@ -148,7 +148,7 @@ QWEN3_5_MOE_TEXT = Family(
     presets=_QWEN3_5_MOE_TEXT_PRESETS,
     hub_ids={"qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B"},
     checkpoint_notes=dict.fromkeys(
-        _QWEN3_5_MOE_TEXT_PRESETS, "the vision tower is not loaded, and the prediction layer only with mtp=True"
+        _QWEN3_5_MOE_TEXT_PRESETS, "the vision tower is not loaded; the prediction layer is loaded only with mtp=True"
     ),
 )
 FAMILIES = (QWEN3_5_TEXT, QWEN3_5_MOE_TEXT)

@@ -38,8 +38,9 @@ class Qwen3MoeConfig(QwenMoeConfig):
         super()._check()
         if self.use_sliding_window and self.max_window_layers:
             raise ConfigError(
-                f"max_window_layers {self.max_window_layers} with use_sliding_window true: transformers ignores "
-                "max_window_layers and uses the window in all layers. Remove max_window_layers to do the same"
+                f"max_window_layers {self.max_window_layers} is not supported with use_sliding_window true, because "
+                "transformers ignores max_window_layers and uses the window in all layers. "
+                "Remove max_window_layers to do the same"
             )
 
     @property

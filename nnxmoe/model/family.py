@@ -147,6 +147,6 @@ class Family:
 def row_missing(family: Family, key: str) -> str:
     """Return the error message for a parameter without a row in ``hf``."""
     return (
-        f"{family.model.__name__}: the parameter {key} has no row in hf, so checkpoints cannot contain it: add "
+        f"{family.model.__name__}: the parameter {key} has no row in hf, so checkpoints cannot contain it. Add "
         f'"{key}": W("its name in a layer")'
     )

@@ -69,7 +69,7 @@ def check_rows(model: CausalLM, family: Family) -> None:
         if w.per_expert and "expert" not in axes_of(variable):
             raise ConfigError(
                 f"{class_name}: {key} has no expert axis, but its row in hf names one tensor per expert "
-                f"({w.name}.N.{w.per_expert}): use W({w.name!r})"
+                f"({w.name}.N.{w.per_expert}). Use W({w.name!r})"
             )
         tensor = w.tensor(layer, "N")
         sizes[tensor] = w.parts
@@ -78,12 +78,12 @@ def check_rows(model: CausalLM, family: Family) -> None:
     if duplicates := {name: keys for (name, _), keys in parts.items() if len(keys) > 1}:
         name, keys = next(iter(duplicates.items()))
         raise ConfigError(
-            f"{class_name}: hf maps {some(keys)} to the same tensor {name}: use a different tensor for each"
+            f"{class_name}: hf maps {some(keys)} to the same tensor {name}. Use a different tensor for each"
         )
     for tensor, num_parts in sizes.items():
         if missing_parts := set(range(num_parts)) - {part for name, part in parts if name == tensor}:
             raise ConfigError(
-                f"{class_name}: no row of hf has part {min(missing_parts)} of the {num_parts} of {tensor}: add a row"
+                f"{class_name}: no row of hf covers part {min(missing_parts)} of the {num_parts} of {tensor}. Add a row"
             )
 
 

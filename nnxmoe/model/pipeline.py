@@ -57,10 +57,10 @@ class Pipeline:
     def check(self, mesh: AnyMesh | None) -> None:
         """Raise ValueError if the mesh does not fit the stages and microbatches, or shards tokens over ``context``."""
         if mesh is not None and AXIS not in mesh.shape:
-            raise ValueError(f"{self}: the mesh {dict(mesh.shape)} has no axis {AXIS!r}: use nnxmoe.make_mesh(pipe=…)")
+            raise ValueError(f"{self}: the mesh {dict(mesh.shape)} has no axis {AXIS!r}. Use nnxmoe.make_mesh(pipe=…)")
         if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
             raise ValueError(
-                f"{self}: stages do not shard tokens over the mesh axis {CONTEXT!r} of size {mesh.shape[CONTEXT]}: use "
+                f"{self}: stages do not shard tokens over the mesh axis {CONTEXT!r} of size {mesh.shape[CONTEXT]}. Use "
                 f"make_mesh({CONTEXT}=1), or no pipeline"
             )
         size = stages_of(mesh)
@@ -130,7 +130,7 @@ class PipelinedStack(ScannedStack):
         stages = pipeline.stages or stages_of(mesh)
         if count < stages:
             raise ValueError(
-                f"{pipeline}: the model's longest run of equal layers has {count}, fewer than {stages} stages: use a "
+                f"{pipeline}: the model's longest run of equal layers has {count}, fewer than {stages} stages. Use a "
                 f"smaller mesh axis {AXIS!r}"
             )
         num_staged = count - count % stages

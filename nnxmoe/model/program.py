@@ -70,7 +70,7 @@ def _check_ids(tokens: Any, vocab_size: int) -> None:
         shards = [np.asarray(tokens)]
     low, high = min(int(ids.min()) for ids in shards), max(int(ids.max()) for ids in shards)
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"token ids must lie in 0 … {vocab_size - 1}, got {low if low < 0 else high}")
+        raise ValueError(f"token ids must be in 0 … {vocab_size - 1}, got {low if low < 0 else high}")
 
 
 def lengths_after_pass(inputs: ModelInputs, cache: Cache | None) -> np.ndarray | None:
@@ -207,7 +207,7 @@ def jit_function(
 def require_values(leaves: Sequence[Any]) -> None:
     """Raise ValueError if a model is abstract (a variable has a shape but no value)."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise ValueError("the model has shapes only: load weights first, or create it with rngs=nnx.Rngs(0)")
+        raise ValueError("the model is abstract (shapes only). Load weights first, or create it with rngs=nnx.Rngs(0)")
 
 
 def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:

@@ -80,8 +80,8 @@ class Remat:
         memory_kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
         if "pinned_host" not in memory_kinds:
             raise ValueError(
-                f"Remat(offload={self.offload}): this device has only {memory_kinds} memory, not pinned_host: "
-                "remove offload"
+                f"Remat(offload={self.offload}): this device has only {memory_kinds} memory, not pinned_host. "
+                "Remove offload"
             )
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(self.save),

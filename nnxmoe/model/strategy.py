@@ -165,7 +165,7 @@ class Strategy(KnownFields):
             raise ValueError(f"Strategy(mesh={self.mesh!r}): use a jax.sharding.Mesh, as nnxmoe.make_mesh returns")
         if self.mesh is not None and any(axis_type != AxisType.Auto for axis_type in self.mesh.axis_types):
             raise ValueError(
-                f"Strategy(mesh={self.mesh}): its axes must be of type Auto: create the mesh with nnxmoe.make_mesh, or "
+                f"Strategy(mesh={self.mesh}): its axes must be of type Auto. Create the mesh with nnxmoe.make_mesh, or "
                 "with axis_types=(jax.sharding.AxisType.Auto, …)"
             )
         check_rules("Strategy", self.rules)
@@ -178,14 +178,14 @@ class Strategy(KnownFields):
             raise ValueError(f"Strategy(pipeline={pipeline!r}): use nnxmoe.Pipeline(microbatches), or None")
         if not isinstance(self.stacking, Scanned):
             raise ValueError(
-                f"Strategy(pipeline={pipeline}, stacking={self.stacking}): pipeline stages require stacked layers: "
-                "use stacking=Scanned()"
+                f"Strategy(pipeline={pipeline}, stacking={self.stacking}): pipeline stages require stacked layers. "
+                "Use stacking=Scanned()"
             )
         for name, axis in self.rules.items():
             if name != "stages" and "pipe" in ((axis,) if isinstance(axis, str) else axis or ()):
                 raise ValueError(
                     f"Strategy(pipeline=…, rules=…): {name!r} -> {axis!r}: with a pipeline, only 'stages' can be "
-                    "sharded over 'pipe': use other mesh axes"
+                    "sharded over 'pipe'. Use other mesh axes"
                 )
         pipeline.check(self.mesh)
 

@@ -602,7 +602,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("minimax_m3_vl_text", {"sparse_attention_config": 3}, "sparse_attention_config must be an object or null, got 3"),
     ("minimax_m3_vl_text", {"sparse_attention_config": {"sparse_attention_freq": [1]}}, "layer_types lists 1 layers"),
-    ("minimax_m3_vl_text", {"moe_layer_freq": 1}, "mlp_layer_types: expected a list of 0 and 1 per layer, got 1"),
+    ("minimax_m3_vl_text", {"moe_layer_freq": 1}, "mlp_layer_types: expected a list with 0 or 1 for each layer, got 1"),
     ("step3p5", {"swiglu_limits": [1.0]}, "swiglu_limits .* must list 45 numbers, one per layer"),
     ("step3p5", {"swiglu_limits_shared": [-1.0] * 45}, "swiglu_limits_shared must be a positive number, got -1.0"),
     (
@@ -743,7 +743,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen3_moe",
         {"use_sliding_window": True, "max_window_layers": 12},
-        "max_window_layers 12 with use_sliding_window",
+        "max_window_layers 12 is not supported with use_sliding_window",
     ),
     ("qwen3_moe", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size 512 is not supported"),
     ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm False"),

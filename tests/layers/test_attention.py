@@ -700,7 +700,7 @@ def test_invalid_arguments_are_rejected() -> None:
         model(tokens, positions=np.arange(5))
     with pytest.raises(ValueError, match="segment_ids"):
         model(tokens, segment_ids=np.ones((1, 5), np.int32))
-    with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got 53"):
+    with pytest.raises(ValueError, match=r"token ids must be in 0 … 52, got 53"):
         model(np.full((1, 3), 53))
     with pytest.raises(ValueError, match=r"got -1"):
         model(np.array([[0, -1]]))

@@ -374,7 +374,7 @@ def test_refusals(eight: Callable[..., Any]) -> None:
     for name, message in {
         "sparse": "SparseMLA needs all tokens of a row on each device, but the mesh axis 'context' of size 4",
         "blocks": "IndexedGQA needs all tokens of a row on each device",
-        "pipeline": "stages do not shard tokens over the mesh axis 'context' of size 4: use make_mesh(context=1)",
+        "pipeline": "stages do not shard tokens over the mesh axis 'context' of size 4. Use make_mesh(context=1)",
         "tokens": "rows of 30 tokens are not divisible by the 4 devices of context: use a multiple of 4 tokens",
         "ring": "RingAttention(flash=ReferenceAttention()): pass FlashAttention(block_q, block_k)",
         "gather": "AllGatherAttention",

@@ -320,7 +320,7 @@ def test_models_without_values_raise_when_called() -> None:
     ]
     for call in calls:
         for scan in (False, True):
-            with pytest.raises(ValueError, match="the model has shapes only: load weights first"):
+            with pytest.raises(ValueError, match=r"the model is abstract \(shapes only\)\. Load weights first"):
                 call(made("llama", stacking=stacking_of(scan)))
 
 

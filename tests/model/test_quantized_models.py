@@ -226,7 +226,7 @@ def test_nan_cannot_be_quantised(tmp_path: Path) -> None:
 
 def test_groups_must_divide_the_inputs() -> None:
     with pytest.raises(
-        ValueError, match=r"int4: groups of 40 do not divide a kernel's \d+ inputs: use groups of 8 \(int4:8\)"
+        ValueError, match=r"int4: groups of 40 do not divide a kernel's \d+ inputs\. Use groups of 8 \(int4:8\)"
     ):
         nnxmoe.quantize(floats("llama"), nnxmoe.Int4(40))
 

@@ -458,7 +458,7 @@ def refusal(kind: str) -> str:
         ("capacity", "Capacity: a batch of 6 rows is not divisible by the 8 devices of "),
         ("other axis", "the rules shard experts over 'expert', not over 'tensor'"),
         ("parameter", "k.kernel: mesh axis tensor of size 8 does not divide the 2 KV heads; try tensor=2"),
-        ("explicit", "must be of type Auto: create the mesh with nnxmoe.make_mesh"),
+        ("explicit", "must be of type Auto. Create the mesh with nnxmoe.make_mesh"),
     ],
 )
 def test_invalid_meshes_and_batch_sizes(eight: Callable[..., Any], kind: str, message: str) -> None:

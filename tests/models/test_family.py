@@ -150,7 +150,7 @@ def variant(**changes: Any) -> Family:
         ({"layer.mlp.up.kernel": None}, r"Toy: the parameter layer\.mlp\.up\.kernel has no row in hf"),
         ({"layer.attention.q.bias": None}, r"the parameter layer\.attention\.q\.bias has no row"),
         ({"layer.mlp.up.kernel": W("mlp.gate_proj.weight")}, r"maps layer\.mlp\.(gate|up)\.kernel.*the same tensor"),
-        ({"layer.mlp.up.kernel": W("mlp.up").rows(1, 2)}, r"no row of hf has part 0 of the 2 of .*mlp\.up"),
+        ({"layer.mlp.up.kernel": W("mlp.up").rows(1, 2)}, r"no row of hf covers part 0 of the 2 of .*mlp\.up"),
         ({"layer.mlp.up.kernel": W("mlp").each("up")}, r"layer\.mlp\.up\.kernel has no expert axis"),
     ],
     ids=["no row", "no row for a bias that a config field adds", "two rows, one tensor", "half a tensor", "experts"],

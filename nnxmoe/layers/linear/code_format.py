@@ -74,7 +74,7 @@ class CodeFormat:
         """Raise ValueError if the format cannot store kernels with ``ins`` inputs."""
         if self.is_packed and (self.tile[1] % 2 or ins % self.tile[1]):
             group = math.gcd(ins, self.tile[1])
-            remedy = "" if group % 2 else f": use groups of {group} ({self.code_dtype}:{group})"
+            remedy = "" if group % 2 else f". Use groups of {group} ({self.code_dtype}:{group})"
             groups = f"groups of {self.tile[1]}"
             raise ValueError(f"{self.code_dtype}: {groups} do not divide a kernel's {ins} inputs{remedy}")
 

@@ -258,7 +258,7 @@ def apply_quantization_record(model: CausalLM, record: Any) -> None:
     for ref in quantizable_kernels(model):
         per_layer = [options_by_kernel.pop((ref.key, layer), None) for layer in _layers(ref)]
         if any(options != per_layer[0] for options in per_layer):
-            raise ValueError(f"{ref.key}: its layers have different quantization formats: load with Unrolled()")
+            raise ValueError(f"{ref.key}: its layers have different quantization formats. Load with Unrolled()")
         if per_layer[0] is not None:
             replace_with_quantized(ref, strategy=model.strategy, **per_layer[0])
     if options_by_kernel:
