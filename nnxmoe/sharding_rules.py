@@ -49,8 +49,8 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
     """Return the mesh axes of size > 1 in the rule for a logical axis.
 
     Args:
-        name: The logical axis.
-        mesh: The mesh.
+        name: Logical axis to map.
+        mesh: Device mesh.
         rules: Logical axis -> mesh axes.
         axes: All logical axes of the parameter, for the error message.
 
@@ -106,7 +106,7 @@ def partition_spec(
     Args:
         axes: Logical axis of each dimension, or None for a dimension that is not sharded.
         shape: Shape of the parameter.
-        mesh: The mesh.
+        mesh: Device mesh.
         rules: Logical axis -> mesh axes.
 
     Raises:

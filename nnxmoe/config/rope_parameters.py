@@ -159,8 +159,8 @@ def rope_from_fields(
     """Build a `Rope` from a rope object and top-level fields of the config.
 
     Args:
-        fields: The rope object.
-        dim: The rotated width.
+        fields: Rope object of the config.
+        dim: Number of rotated dimensions.
         theta: Default of ``rope_theta``.
         positions: The config's ``max_position_embeddings``.
         original: The top-level ``original_max_position_embeddings``. Overrides the value in the rope object.

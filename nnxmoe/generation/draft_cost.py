@@ -213,8 +213,8 @@ def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int =
     other than `PromptLookup`, `MTPDraft` and `ModelDraft` are assumed to be free.
 
     Args:
-        model: the model. Its arrays may be abstract.
-        draft: the draft.
+        model: model that verifies the draft tokens. Its arrays may be abstract.
+        draft: source of the draft tokens.
         slots: number of rows in use.
         capacity: tokens per row of the cache.
     """
@@ -271,8 +271,8 @@ def break_even(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int =
     probability ``a`` (Leviathan et al. 2023). `draft_cost` estimates the time of the step.
 
     Args:
-        model: the model. Its arrays may be abstract.
-        draft: the draft.
+        model: model that verifies the draft tokens. Its arrays may be abstract.
+        draft: source of the draft tokens.
         slots: number of rows in use.
         capacity: tokens per row of the cache.
     """

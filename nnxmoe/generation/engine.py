@@ -80,7 +80,7 @@ class Engine:
     experts (`Capacity`).
 
     Args:
-        model: the model.
+        model: model that generates the ids.
         slots: number of rows.
         capacity: tokens per row, including the prompt and the new ids.
         limits: maximum sizes of request options. Defaults to `EngineLimits()`.
@@ -170,7 +170,7 @@ class Engine:
         """Append a request to the queue.
 
         Args:
-            ids: the prompt.
+            ids: ids of the prompt.
             options: options of the request. Defaults to `RequestOptions()`.
             prefix: first ids of the prompt. They are prefilled once for all requests with the same
                 object.

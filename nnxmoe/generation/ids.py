@@ -55,7 +55,7 @@ def eos_ids(model: Any, eos_token_id: EosIds) -> tuple[int, ...]:
     """Return the ids that end a sequence.
 
     Args:
-        model: the model.
+        model: model whose checkpoint defines the EOS ids.
         eos_token_id: the ids. If ``...``, reads them from generation_config.json, or from config.json if
             the former has none. Ids outside the vocabulary in these files are dropped.
 

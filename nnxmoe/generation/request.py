@@ -162,7 +162,7 @@ class Prefix:
     """Prompt prefix that several requests share. An engine prefills it once while the object is in use.
 
     Attributes:
-        ids: the ids.
+        ids: ids of the prefix.
         start: a shorter prefix that this prefix starts with, or None.
     """
 
@@ -184,7 +184,7 @@ class Request:
 
     Attributes:
         prompt: ids of the prompt.
-        options: the options.
+        options: options of the request.
         row_params: the options as arrays.
         prefix: the prefix whose cache is reused. None after the prompt has been prefilled.
         ids: new ids so far.
@@ -220,8 +220,8 @@ class Event(NamedTuple):
     """New ids of a request from one step.
 
     Attributes:
-        request: the request.
-        ids: the new ids.
+        request: request that the ids belong to.
+        ids: new ids, in order.
         finish: why the request ended, or None.
     """
 

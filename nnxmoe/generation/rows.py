@@ -129,7 +129,7 @@ class StepInputs(NamedTuple):
     Attributes:
         params: options of the rows.
         history: prompt and new ids.
-        options: static options.
+        options: static options of the compiled step.
     """
 
     params: RowParams
@@ -280,7 +280,7 @@ def start_rows(
         memory: memory of the draft for the prompts.
         keep: running rows that stay active.
         masks: bit masks of the allowed ids, or None.
-        options: static options.
+        options: static options of the compiled step.
         draft: proposes ids to verify, or None.
     """
 
@@ -322,7 +322,7 @@ def step_rows(
         length: lengths of the cache after the pass.
         keep: rows that continue. Other rows end.
         masks: bit masks of the allowed ids after each of ``rows.ids``, or None.
-        options: static options.
+        options: static options of the compiled step.
         draft: proposes ids to verify, or None.
 
     Returns:

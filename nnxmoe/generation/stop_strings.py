@@ -14,7 +14,7 @@ class StopStringFilter:
     string is held back until more text is added.
 
     Args:
-        stop: stop strings.
+        stop: strings at which the text is truncated.
         tokenizer: decodes ids. If None, ids are only counted.
         context: ids of the prompt, which can affect how the first new ids are decoded.
         keep: ids of special tokens that are part of the text.
@@ -40,7 +40,7 @@ class StopStringFilter:
         """Decode ids and return the text that can be emitted now.
 
         Args:
-            ids: the next ids.
+            ids: ids to append.
             finish: why generation ends after these ids, or None if it continues.
         """
         text = ""

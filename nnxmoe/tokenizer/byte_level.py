@@ -67,7 +67,7 @@ def add_bos_and_eos(
     """Configure the tokenizer to add BOS if ``add_bos_token`` is set and EOS if ``add_eos_token`` is set.
 
     Args:
-        backend: the tokenizer.
+        backend: tokenizer to configure.
         config: content of tokenizer_config.json.
         ends: the BOS and EOS tokens.
     """

@@ -78,7 +78,7 @@ def cut_at_mark(rendered: str, text: str) -> str:
     """Cut the rendered chat at the mark that `mark_end` appended.
 
     Args:
-        rendered: the rendered chat.
+        rendered: chat rendered from the messages of `mark_end`.
         text: text before the mark, as returned by `mark_end`.
 
     Raises:

@@ -70,7 +70,7 @@ class StepDefinition:
         self.optimizer, self.objective = optimizer, objective
         self.accumulate, self.bias_rate = accumulate, bias_rate
         stripped = copy.copy(model)
-        vars(stripped)["load_report"] = None  # its timings would make equal models differ
+        vars(stripped)["load_report"] = None  # excluded, because its timings would make equal models differ
         self._graph, params, frozen = nnx.split(stripped, trainable, ...)
         self._params, self._frozen = (_without_values(variables_of(state)) for state in (params, frozen))
         self._biases = _biases(model, getattr(objective, "depths", 0))
@@ -155,7 +155,7 @@ class StepDefinition:
             part, key = inputs
             return jax.tree.map(jnp.add, sums, run(part, key, count)), None
 
-        # [B, T] -> [parts, B / parts, T]. Every part has rows from every device.
+        # [B, T] -> [parts, B / parts, T]. Every microbatch has rows from every device.
         parts = {
             name: jnp.moveaxis(jnp.reshape(array, (-1, self.accumulate, *array.shape[1:])), 1, 0)
             for name, array in batch.items()

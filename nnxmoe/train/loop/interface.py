@@ -60,7 +60,7 @@ class Fitted:
         model: The trained model.
         history: Metrics of each step of this call. If the run had already finished, the metrics of
             its last step, with a new evaluation if requested.
-        state: The final state.
+        state: The training state after the last step.
     """
 
     model: CausalLM

@@ -158,7 +158,7 @@ class Run:
         """Read a step's report, evaluate, run callbacks and save a checkpoint if due.
 
         Args:
-            started: The step.
+            started: The dispatched step.
             next_started: True if the next step has started. Training then does not end here, and Ctrl-C is not checked.
 
         Returns:
