@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"--out {options.out} is a folder: pass a file name")
         refuse_unless_writable(options.out.parent)
     model, tokenizer = loading.load(options)
-    evaluator.get_git_commit_hash = lambda: None  # it runs git, which prints an error outside a repository
+    evaluator.get_git_commit_hash = lambda: None  # runs git, which prints an error outside a repository
     results = evaluator.simple_evaluate(
         HarnessLM(model, tokenizer, slots=options.slots, seed=options.seed),
         tasks=names,

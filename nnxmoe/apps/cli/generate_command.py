@@ -58,7 +58,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("print JSON lines (always on with --prompts)")
     add = group.add_argument
     add("--samples", type=count, default=1, metavar="N", help="samples of each prompt (default 1)")
-    add("--logprobs", type=natural, metavar="N", help="output log-probabilities, also of the N most likely tokens")
+    add(
+        "--logprobs",
+        type=natural,
+        metavar="N",
+        help="output log-probabilities of sampled tokens and of the N most likely",
+    )
     add_slots(add)
 
 

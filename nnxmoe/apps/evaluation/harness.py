@@ -121,7 +121,7 @@ class HarnessLM(TemplateLM):
         """Generate answers, truncated before the first stop string of the task.
 
         Raises:
-            ValueError: If a generation option is not supported. Raised before the first answer.
+            ValueError: If a generation option is not supported. It is raised before the first answer is generated.
         """
         answers, groups = dict[int, str](), dict[str, list[int]]()
         arguments: list[Any] = [request.args for request in requests]  # pairs (text, generation options)

@@ -20,8 +20,8 @@ class PublishedRun:
 
     Attributes:
         experts: Whether the model has experts.
-        efficiency: Fraction of peak FLOP/s: the operations that `plan` counts, per published second. In
-            decoding, fraction of peak bandwidth: the bytes that `plan` counts, per published second.
+        efficiency: Fraction of peak FLOP/s that the run reached, from the operations that `plan` counts and
+            the published time. In decoding, fraction of peak bandwidth, from the bytes that `plan` counts.
         choices: Further arguments of `plan` (fields of `Work`).
         gflops_per_token: Published operations per token in billions, if the publisher counts half of
             causal attention.

@@ -81,7 +81,7 @@ class ReasoningSplit:
         return reasoning, self._stripped(text)
 
     def end(self) -> tuple[str, str]:
-        """Return the reasoning and the answer that were held back, at the end of the text."""
+        """At the end of the text, return the reasoning and the answer that were held back."""
         text, self._held = self._held, ""
         is_inside = self._state == "inside" or (self._state == "before" and self._tags.inside)
         return (self._stripped(text), "") if is_inside else ("", text)
