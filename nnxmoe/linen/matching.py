@@ -29,7 +29,8 @@ class _Fit(NamedTuple):
     def storage(self, matrices_transposed: bool | None) -> str | None:
         """Return how values are stored, or None if the shapes do not fit.
 
-        ``matrices_transposed`` is True or False if the storage of the tree's other matrices is known.
+        ``matrices_transposed`` is whether the tree's other matrices are stored transposed, or None if
+        unknown.
         """
         as_is, transposed = self.as_is, self.transposed
         if matrices_transposed is False:

@@ -6,11 +6,11 @@ proposed if a rule in `nnxmoe.linen.matching` prefers it to all other pairs of b
 Numbers and letters that an author appends to names are ignored (``ln1``, ``norm_b``, ``Dense_3``),
 with three exceptions:
 
-- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1`` are in order of
-  execution, if a layer has exactly two norms, before attention and before the feed-forward.
-- T5X's ``wi_0`` (gate) and ``wi_1`` (up).
-- Meta's ``w1`` (gate), ``w3`` (up) and ``w2``, if ``w2`` has a different name or the shape of a
-  down projection.
+- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1`` are matched in execution
+  order, if a layer has exactly two norms: one before attention and one before the feed-forward block.
+- T5X's ``wi_0`` is gate, and ``wi_1`` is up.
+- Meta's ``w1``, ``w2`` and ``w3`` are gate, down and up, if ``w2`` (if any) has the shape of a down
+  projection.
 """
 
 import collections

@@ -72,7 +72,7 @@ _KINDS = (jnp.floating, jnp.integer, jnp.bool_, jnp.complexfloating)
 
 
 def _general_name(mapping: Mapped) -> Callable[[str], tuple[str, int | None]]:
-    """Return a function from a parameter's name to the matching key of the mapping and the layer number."""
+    """Return a function that maps a parameter name to (matching key of the mapping, layer number)."""
     patterns = {key: re.compile(re.escape(key).replace(re.escape(LAYER), r"(\d+)")) for key in mapping if LAYER in key}
 
     def general(name: str) -> tuple[str, int | None]:

@@ -63,7 +63,7 @@ def compare_trees(
             errors.append(f"{source} {kind(result)}: Linen has no such parameter")
         elif (result.shape, result.dtype) != (shapes[name].shape, shapes[name].dtype):
             hint = "; it looks transposed" if result.shape == shapes[name].shape[::-1] != shapes[name].shape else ""
-            errors.append(f"{source}: the row gives {kind(result)}, Linen has {kind(shapes[name])}{hint}")
+            errors.append(f"{source}: the row returns {kind(result)}, but Linen has {kind(shapes[name])}{hint}")
     if errors:
         errors = by_layer(errors)
         listed = errors if len(errors) <= 40 else [*errors[:40], f"… {len(errors) - 40} more"]

@@ -631,7 +631,7 @@ MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an array of arrays": (after("tokenizer.ggml.tokens", "I", 9, skip=4), "unknown type 9 in an array"),
     "a key twice": (swap("llama.rope.dimension_count", "llama.attention.key_length"), "occurs twice"),
     "a missing key": (swap("llama.embedding_length", "llama.embedding_lengtx"), "llama.embedding_length is missing"),
-    "no architecture": (swap("general.architecture", "general.architecturx"), "general.architecture must be text"),
+    "no architecture": (swap("general.architecture", "general.architecturx"), "general.architecture must be a string"),
     "an unknown architecture": (swap("llama", "clipx"), "the architecture 'clipx' is not supported in GGUF files"),
     "a rank of 9": (after("blk.0.attn_q.weight", "I", 9), "has 9 dimensions, more than 4"),
     "2**61 columns": (after("blk.0.attn_q.weight", "Q", 1 << 61, skip=4), "is too large"),

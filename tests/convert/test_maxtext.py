@@ -209,7 +209,7 @@ def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:
         ("qwen3_next", {"mlp_only_layers": [1]}, "or differ in other ways"),
         ("qwen3_5_moe", {"layer_types": ["full_attention"] * 8}, "layers are global, global, .*: choose another"),
         ("gemma4", {"num_hidden_layers": 11}, "repeats blocks of local, local, local, local, local, global layers"),
-        ("gemma4", {"hidden_size_per_layer_input": 4}, "gemma4_text has no parameter like embed.norm.scale"),
+        ("gemma4", {"hidden_size_per_layer_input": 4}, "gemma4_text has no counterpart of embed.norm.scale"),
     ):
         fields = json.loads((CASES / f"{kind}.json").read_text())["config"] | changes
         with pytest.raises(CheckpointError, match=message):

@@ -657,13 +657,13 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("gptq group size", GPTQ, field("group_size", "big"), "group_size must be a positive integer or -1"),
     ("nf4 state missing", "nf4", without("weight.quant_state.bitsandbytes__nf4"), "nf4 is missing"),
     ("nf4 levels", "nf4", with_value("weight.quant_map", 0.5), "does not contain the NF4 levels"),
-    ("nf4 fp4", "nf4", state(quant_type="fp4"), "is not a valid NF4 description"),
+    ("nf4 fp4", "nf4", state(quant_type="fp4"), "is not a valid NF4 state"),
     ("nf4 shape", "nf4", state(shape=[64, 62]), r"needs \[1984, 1\]"),
     (
         "nf4 no JSON",
         "nf4",
         adding("weight.quant_state.bitsandbytes__nf4", np.zeros(3, np.uint8)),
-        "not a valid NF4 description",
+        "not a valid NF4 state",
     ),
     ("nf4 scale NaN", "nf4", with_value("weight.absmax", np.nan), "scales must be finite"),
     ("nf4 nested scales missing", "nf4-nested", without("weight.nested_quant_map"), "nested_quant_map is missing"),
@@ -744,7 +744,7 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
         skipped = model.load_report.skipped["scales of activations and caches (which are not quantized)"]
         assert any(name.endswith("k_proj.k_scale") for name in skipped)
     with pytest.raises(
-        nnxmoe.CheckpointError, match="has FP4 codes in groups of a size other than 32, which compressed-tensors cannot"
+        nnxmoe.CheckpointError, match="has FP4 codes with a group size other than 32, which compressed-tensors cannot"
     ):
         nnxmoe.save_pretrained(nnxmoe.from_pretrained(apart, keep_quantized=True), tmp_path / "saved")
     (apart / "hf_quant_config.json").write_text('{"quantization": "FP8"}')

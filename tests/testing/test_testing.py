@@ -802,9 +802,9 @@ def test_error_lists_every_mapping_fault() -> None:
     text += difference(testing.assert_module_parity, Ours(), Linen(), mapping, X)
     for fault in (
         "NNX Ours and Linen Linen differ in their parameters:",
-        "a -> a: the row gives float32[3, 4], Linen has float32[4, 3]; it looks transposed",
-        "b -> b: the row gives float32[4, 3], Linen has float32[4, 5]\n",
-        "c -> c: the row gives bfloat16[4], Linen has float32[4]",
+        "a -> a: the row returns float32[3, 4], but Linen has float32[4, 3]; it looks transposed",
+        "b -> b: the row returns float32[4, 3], but Linen has float32[4, 5]\n",
+        "c -> c: the row returns bfloat16[4], but Linen has float32[4]",
         "e -> d: already mapped from d",
         "y -> x: NNX has no such parameter",
         "f -> w float32[4]: Linen has no such parameter",
@@ -824,7 +824,7 @@ def test_different_numbers_of_layers(count: int) -> None:
         assert "Linen's decoder/layers_3/mlp/wi_1/kernel float32[12, 20] has no NNX parameter" in text
     assert len(text.splitlines()) == 1 + 9
     text = difference(compare, llama(), LinenLlama(layers=count, scan=True))
-    assert f"wo/kernel: the row gives float32[20, 3, 12], Linen has float32[20, {count}, 12]\n" in text
+    assert f"wo/kernel: the row returns float32[20, 3, 12], but Linen has float32[20, {count}, 12]\n" in text
 
 
 LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -66,7 +66,7 @@ def _differences(model: CausalLM, config_model: CausalLM) -> Iterator[str]:
 
 
 def _parts(model: CausalLM) -> dict[str, Any]:
-    """Return modules and parameter shapes by path. A quantized kernel counts as a float kernel."""
+    """Return modules and parameter shapes by path. Quantized kernels have the shape of float kernels."""
     parts = dict[str, Any]()
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))

@@ -65,7 +65,9 @@ class LoadReport:
         """Log a single warning with the notes, unread tensors, and NaN or infinite values, if any."""
         messages = list(self.notes)
         if self.towers:
-            messages.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")
+            messages.insert(
+                0, f"this is only the text model of a multimodal checkpoint, without {', '.join(self.towers)}"
+            )
         if self.unexpected:
             count, names = len(self.unexpected), some(self.unexpected, 5)
             subject = "1 tensor matches" if count == 1 else f"{count} tensors match"
@@ -88,7 +90,7 @@ class LoadReport:
         sizes = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in self.weights.items())
         lines += [f"  in memory   {sizes}"] if sizes else []
         if self.quantization_error is not None:
-            lines.append(f"  quantized   root mean square error {self.quantization_error:.2%} of the weights")
+            lines.append(f"  quantized   root mean square error {self.quantization_error:.2%} relative to the weights")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         return _packed_fp4(files, info, settings)
     if info.dtype != "I32":
         raise MalformedTensor(
-            f"{files.where(info)} is {info.dtype}: it must be I32 words of 4 or 8 bits, or U8 pairs of FP4"
+            f"{files.where(info)} is {info.dtype}: it must be I32 (packed integers) or U8 (pairs of FP4 codes)"
         )
     if settings.floats:
         raise MalformedTensor(

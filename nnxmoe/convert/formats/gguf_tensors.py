@@ -196,7 +196,7 @@ def _joined(halves: Mapping[str, LazyArray], config: DecoderConfig, name: str) -
     heads = config.num_attention_heads
     is_valid = shapes.keys() == {"k", "v"} and all(len(shape) == 3 and shape[0] == heads for shape in shapes.values())
     if not is_valid or shapes["k"][1] != shapes["v"][2]:
-        return LazyArray.faulty(f"the halves of {name} have inconsistent shapes: {shapes}", tensors)
+        return LazyArray.faulty(f"the key and value parts of {name} have inconsistent shapes: {shapes}", tensors)
     outs = shapes["k"][2] + shapes["v"][1]
 
     def read(box: Box, empty: Empty) -> np.ndarray:

@@ -212,6 +212,6 @@ def _signed(codes: UInt8[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
 
 
 def rounding_dtype(scale: TensorInfo) -> str | None:
-    """Return the dtype of the scales, to which the tools round dequantized weights. `None` for float32."""
+    """Return the dtype to which the tools round dequantized weights: the scales' dtype, or `None` for float32."""
     dtype = _SCALES[scale.dtype]
     return None if dtype == "float32" else dtype

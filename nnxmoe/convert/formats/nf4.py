@@ -77,12 +77,12 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         state, is_valid, dtype = {}, False, ""
     if not is_valid or state.get("quant_type") != "nf4" or dtype not in ("float32", "bfloat16", "float16"):
-        raise MalformedTensor(f"{files.where(info)} is not a valid NF4 description: {short(data.tobytes()[:200])}")
+        raise MalformedTensor(f"{files.where(info)} is not a valid NF4 state: {short(data.tobytes()[:200])}")
     return state
 
 
 def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -> LazyArray:
-    """Return the scale of every tile, which is the scale of the tile's block.
+    """Return the scale of every tile, copied from the block that contains the tile.
 
     With double quantization, a block's scale is one of 256 levels, times a scale shared by several blocks, plus an
     offset.

@@ -100,7 +100,7 @@ class GGUF:
         """Return a metadata string. Raises CheckpointError if the key is missing or its value is not a string."""
         value = self.fields.get(key)
         if not isinstance(value, str):
-            raise _damaged(self.file, f"{key} must be text, got {short(value)}")
+            raise _damaged(self.file, f"{key} must be a string, got {short(value)}")
         return value
 
 

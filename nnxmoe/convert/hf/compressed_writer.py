@@ -64,7 +64,7 @@ def compress_tensors(
         unsupported = {
             "reordered inputs (act order)": "order" in parts,
             "NF4 codes": codes.code_dtype == "nf4",
-            "FP4 codes in groups of a size other than 32": codes.code_dtype == "fp4" and codes.tile != fp4.MXFP4.tile,
+            "FP4 codes with a group size other than 32": codes.code_dtype == "fp4" and codes.tile != fp4.MXFP4.tile,
             "offsets": codes.offset,
         }
         if unsupported_feature := next((feature for feature, is_present in unsupported.items() if is_present), None):

@@ -130,7 +130,7 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
     """Return (config, notes). The config is untied if the stored head differs from the stored embedding."""
     config, notes = parse_config(checkpoint.config, checkpoint.config_file)
     if untied(config, checkpoint.tensors, checkpoint.same):
-        note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
+        note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are loaded, and not tied"
         return dataclasses.replace(config, tie_word_embeddings=False), (*notes, note)
     return config, notes
 

@@ -107,7 +107,7 @@ def _fits(row: Row, arrays: LazyArrays) -> bool:
 
 
 def _copied_names(table: Table, layer: int) -> dict[str, str]:
-    """Map the names of a prediction layer's copies of embedding and head to the main model's tensor names."""
+    """Map the names of the embedding and head copies in a prediction layer to the names of the originals."""
     names: dict[str, str] = {}
     for key in _COPIED:
         if _MTP + key in table:
@@ -117,7 +117,7 @@ def _copied_names(table: Table, layer: int) -> dict[str, str]:
 
 
 def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
-    """Map the names of the prediction layers' copies of embedding and head to the names of the original tensors.
+    """Map the names of the embedding and head copies in all prediction layers to the names of the originals.
 
     Saving writes the copies for readers that expect them. Loading ignores the copies. All arrays of a quantized head
     are copied. ``names`` are the names of the main model's tensors.

@@ -77,7 +77,7 @@ def maxtext_layout(
     config, maxtext = model.config, family_of(model).maxtext
     if not maxtext.table:
         model_type = config.model_type
-        raise CheckpointError(f"there is no table of MaxText's names for {model_type!r} models: choose another format")
+        raise CheckpointError(f"the MaxText format does not support {model_type!r} models: choose another format")
     if model.mtp:
         raise CheckpointError(
             "MaxText does not support the norm (shared_head.norm) of multi-token prediction layers, and uses hidden "
@@ -96,7 +96,7 @@ def maxtext_layout(
         if parameter.key not in maxtext.table:
             model_type = config.model_type
             raise CheckpointError(
-                f"MaxText's {model_type} has no parameter like {parameter.key}: choose another format"
+                f"MaxText's {model_type} has no counterpart of {parameter.key}: choose another format"
             )
         row = MaxTextRow(*maxtext.table[parameter.key])
         columns = columns_of.get(parameter.key)

@@ -21,7 +21,7 @@ from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray
 from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, error_summary
 from nnxmoe.runtime.memory import give_back
 
-_CHUNK_BYTES = 64 << 20  # Size of a chunk, the unit of compression.
+_CHUNK_BYTES = 64 << 20  # Maximum size of a chunk, the unit of compression.
 _BLOCK_BYTES = 32 << 20  # Minimum size of a read.
 
 
@@ -36,7 +36,7 @@ class _Spread:
 class _Writer:
     """Base class of handlers that compute each array just before writing it, and free it once it is on disk.
 
-    Errors are stored and raised at the end, because the other processes would wait forever for a process that raises.
+    Errors are stored and raised at the end. If a process raised immediately, the other processes would wait forever.
     """
 
     def __init__(self, bar: Any, **options: Any):
@@ -209,7 +209,7 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _read_bytes(store: Any) -> int:
-    """Return the bytes per read, at least one chunk, because chunks are decompressed whole."""
+    """Return the bytes per read, at least one chunk, because a chunk can only be decompressed as a whole."""
     chunk = math.prod(store.chunk_layout.read_chunk.shape or ()) * store.dtype.numpy_dtype.itemsize
     return max(_BLOCK_BYTES, chunk)
 

@@ -96,7 +96,7 @@ class LayerAdapter:
 
 def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
     """Return a slot's parameter name in transformers 5, such as ``model.layers.3.self_attn.q_proj.weight``."""
-    if slot.name == "head":  # test the name, because a tied head has the key of the embedding
+    if slot.name == "head":  # not the key, because a tied head has the key of the embedding
         return "lm_head.weight"
     name = in_transformers(family_of(model).hf_names(model.config), slot.key)
     return name.tensor(layer if slot.key.startswith("layer.") else None)

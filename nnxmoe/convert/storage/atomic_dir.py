@@ -54,7 +54,9 @@ def atomic_dir(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if stale_folders := [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]:
-            logger.warning("%s has folders of running or interrupted saves: %s", target.parent, some(stale_folders))
+            logger.warning(
+                "%s contains folders of running or interrupted saves: %s", target.parent, some(stale_folders)
+            )
         rename_obstacle = os.path.isdir(target) and _must_stay(target)
         if rename_obstacle and any(map(replaced.fullmatch, existing_names)):
             raise CheckpointError(f"{target} cannot be replaced atomically: {rename_obstacle}; save to a new folder")
@@ -105,7 +107,7 @@ def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
 def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
     """Raise CheckpointError unless files can be written to ``folder``. The folder need not exist.
 
-    Removes the test file and the folders that it creates.
+    Creates a test file and missing folders, and removes them again.
     """
     target = ancestor = _target(folder)
     missing_folders: list[Path] = []

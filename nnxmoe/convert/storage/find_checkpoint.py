@@ -102,7 +102,7 @@ def find_in_folder(folder: Path) -> CheckpointFiles:
     files, weight_map = _weight_files(folder)
     notes = ()
     if os.path.lexists(folder / _ADAPTER):
-        notes = (f"{_ADAPTER} is next to the model: {_TO_ADAPT}; loading the model does not apply the adapter",)
+        notes = (f"{_ADAPTER} is next to the model. To apply it, {_TO_ADAPT}. Loading the model does not apply it",)
     return CheckpointFiles(folder, config, tuple(files), weight_map, notes)
 
 
@@ -183,7 +183,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def holds_orbax(folder: Path) -> bool:
-    """Return whether a folder, an item in it (such as ``items``) or an item of a step is an Orbax checkpoint."""
+    """Return whether a folder is an Orbax checkpoint or contains one, as an item (``items``) or an item of a step."""
     return any(next(folder.glob(f"{prefix}_METADATA"), None) for prefix in ("", "*/", "[0-9]*/*/"))
 
 

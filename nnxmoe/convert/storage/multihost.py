@@ -103,7 +103,7 @@ def any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], boo
 
 @functools.lru_cache(maxsize=16)
 def _everywhere(function: Callable[..., Array], mesh: Mesh | AbstractMesh) -> Callable[..., Array]:
-    """Compile a function with its result replicated on every device of the mesh."""
+    """Compile a function whose result is replicated on every device of the mesh."""
     return jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
