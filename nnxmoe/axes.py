@@ -58,8 +58,8 @@ def parameter(
         axes: Logical axis of each dimension, or None for a dimension that is not sharded.
         init: Initializer. Unused if ``rngs`` is None.
         param_type: Type of the variable.
-        inputs: Number of trailing input dimensions of a linear layer's kernel. None if the parameter is not such a
-            kernel.
+        inputs: Number of trailing input dimensions of a linear layer's kernel. None for parameters that are not
+            kernels.
         keeps_dtype: True if casting the model does not change the dtype of this parameter.
         **kw: See `ParamOptions`.
     """

@@ -24,7 +24,7 @@ _HINTS = {
     "low_cpu_mem_usage": "weights are always loaded directly into the model, so remove the argument",
     "token": "run `hf auth login`, or set HF_TOKEN",
     "cache_dir": "set HF_HOME",
-    "max_length": "pass max_new_tokens=. It does not count the prompt",
+    "max_length": "pass max_new_tokens=, which excludes the prompt",
     "max_tokens": "pass max_new_tokens=",
     "do_sample": _SAMPLING,
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), _SAMPLING),

@@ -179,7 +179,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def check_token_ids(fields: Mapping[str, Any], vocab: int) -> list[str]:
     """Check the special token ids of a config.
 
-    Null ids and negative pad ids count as unset. ``eos_token_id`` may be a list.
+    Null ids and negative pad ids are treated as unset. ``eos_token_id`` may be a list.
 
     Returns:
         Name and value of each BOS or EOS id outside the vocabulary, such as "bos_token_id 5". These ids match no token.

@@ -111,7 +111,7 @@ class LayerRopesConfig(LayerWindowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRopesConfig(LayerRopesConfig):
-    """Config with one rotary embedding per layer type. Each embedding may rotate only a part of the head.
+    """Config with one rotary embedding per layer type. Each embedding may rotate only a fraction of the head width.
 
     ``partial_rotary_factor`` of a rope object is the rotated fraction of the head width. The rotated width is rounded
     down to an integer. The factor defaults to ``default_rotary_factor``.

@@ -56,8 +56,8 @@ def eos_ids(model: Any, eos_token_id: EosIds) -> tuple[int, ...]:
 
     Args:
         model: model whose checkpoint defines the EOS ids.
-        eos_token_id: the ids. If ``...``, reads them from generation_config.json, or from config.json if
-            the former has none. Ids outside the vocabulary in these files are dropped.
+        eos_token_id: the ids, or ``...`` to read them from generation_config.json, or from config.json if
+            the former has none. Drops ids in these files that are outside the vocabulary.
 
     Raises:
         ValueError: if a value is not a token id.

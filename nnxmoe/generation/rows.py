@@ -278,7 +278,7 @@ def start_rows(
         prompts: ids of the prompts.
         logits: logits after the prompts.
         memory: memory of the draft for the prompts.
-        keep: running rows that stay active.
+        keep: mask of the running rows that stay active.
         masks: bit masks of the allowed ids, or None.
         options: static options of the compiled step.
         draft: proposes ids to verify, or None.
@@ -320,7 +320,7 @@ def step_rows(
         logits: logits of the pass.
         states: states of the pass, read by the draft.
         length: lengths of the cache after the pass.
-        keep: rows that continue. Other rows end.
+        keep: mask of the rows that continue. Other rows end.
         masks: bit masks of the allowed ids after each of ``rows.ids``, or None.
         options: static options of the compiled step.
         draft: proposes ids to verify, or None.

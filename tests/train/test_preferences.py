@@ -443,8 +443,8 @@ LINES: dict[str, tuple[Any, str]] = {
     "no pair": ({"prompt": "a", "chosen": "b"}, "record 0: the field 'rejected' is missing: .*'chosen', 'prompt'"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
     "mixed": ({"prompt": "a", "chosen": "b", "rejected": answer("c")}, "rejected is .*all strings or all messages"),
-    "no prompt": ({"chosen": "a", "rejected": "b"}, "have no common beginning, and there is no prompt"),
-    "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "have no common beginning"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "have no common prefix, and there is no prompt"),
+    "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "have no common prefix"),
     "text before messages": (
         {"prompt": "a", "chosen": answer("b"), "rejected": answer("c")},
         r"there is no prompt of messages: write it as \[\{",

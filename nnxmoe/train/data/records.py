@@ -147,7 +147,7 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         prompt, both = both[0][:shared], [field[shared:] for field in both]
     if not prompt:
         hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
-        raise RecordError(f"chosen and rejected have no common beginning, and there is no prompt{hint}")
+        raise RecordError(f"chosen and rejected have no common prefix, and there is no prompt{hint}")
     records = []
     for name, completion in zip(PAIR, both, strict=True):
         try:

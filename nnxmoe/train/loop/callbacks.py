@@ -200,7 +200,7 @@ class EarlyStopping:
 
     Args:
         metric: Name of a metric in `Fitted.history`, such as ``eval_loss``. Steps without this metric
-            do not count.
+            are ignored.
         min_delta: Minimum difference from the best measurement to count as an improvement.
         mode: ``min`` if lower values are better, ``max`` if higher values are better, as for
             ``rewards/accuracies``.

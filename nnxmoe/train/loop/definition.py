@@ -155,7 +155,7 @@ class StepDefinition:
             part, key = inputs
             return jax.tree.map(jnp.add, sums, run(part, key, count)), None
 
-        # [B, T] -> [parts, B / parts, T]. Every microbatch has rows from every device.
+        # [B, T] -> [accumulate, B / accumulate, T]. Every microbatch has rows from every device.
         parts = {
             name: jnp.moveaxis(jnp.reshape(array, (-1, self.accumulate, *array.shape[1:])), 1, 0)
             for name, array in batch.items()

@@ -131,7 +131,7 @@ class Run:
         return _StepMade(number, position, batch, report, is_interrupted)
 
     def _compile(self, batch: Batch) -> None:
-        """Compile the step for batches of this shape. Compilation does not count as training time."""
+        """Compile the step for batches of this shape. Excludes the compilation from the training time."""
         started = time.perf_counter()
         if self.bar is not None:
             self.bar.clear()
