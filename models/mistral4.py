@@ -100,7 +100,9 @@ class Mistral4(DeepSeekV3):
 _EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))
 _HF: Hf = {
     **DEEPSEEK_V3.hf,
-    **{key: tuple(reversed(options(DEEPSEEK_V3.hf, key))) for key in _EXPERTS},  # prefers one tensor for all experts
+    **{
+        key: tuple(reversed(options(DEEPSEEK_V3.hf, key))) for key in _EXPERTS
+    },  # one tensor for all experts comes first
 }
 _PRESETS = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
 

@@ -112,7 +112,7 @@ def _preset_names() -> list[str]:
 
 
 FAMILIES = LazyTable(_types, _family_of_type)  # model_type -> family
-MODELS = LazyTable(_types, _classes)  # model_type -> config class and model class.
+MODELS = LazyTable(_types, _classes)  # model_type -> (config class, model class)
 PRESETS = LazyTable(_preset_names, lambda name: _family_of_preset(name).presets[name])
 HUB_IDS = LazyTable(  # preset -> Hugging Face Hub id of the published checkpoint
     lambda: [name for name in PRESETS if name in _family_of_preset(name).hub_ids],

@@ -3,7 +3,7 @@
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 
-# Key of a parameter -> its name in DeepSeek's files, its name in transformers.
+# Key of a parameter -> (name in DeepSeek's files, name in transformers).
 _LAYER = {
     "attention_norm.scale": ("attn_norm.weight", "input_layernorm.weight"),
     "moe_norm.scale": ("ffn_norm.weight", "post_attention_layernorm.weight"),

@@ -27,7 +27,7 @@ class GemmaLayer(Layer):
     Args:
         dense: The dense feed-forward, the norm of its output, and the norm of the experts' output. None if the layer
             has no experts.
-        output_scale: Trained factor of the layer's output.
+        output_scale: Trained factor that multiplies the layer's output.
     """
 
     def __init__(

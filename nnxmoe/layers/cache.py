@@ -118,7 +118,7 @@ class TokenCache:
 
         Args:
             new: Pytree of arrays ``[B, …, T, W]`` with the structure of ``buffers``.
-            metadata: State of the pass.
+            metadata: Metadata of the pass.
 
         Returns:
             The updated cache, all values that queries may attend to, and the metadata of these values.

@@ -78,8 +78,8 @@ class CausalLM(nnx.Module):
     """
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # norm before attention and feed-forward, and after the last layer
-    supports_mtp: ClassVar[bool] = False  # whether checkpoints of the family have multi-token prediction layers
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # Norm before attention and feed-forward, and after the last layer.
+    supports_mtp: ClassVar[bool] = False  # Whether checkpoints of the family have multi-token prediction layers.
     config: Any
 
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:

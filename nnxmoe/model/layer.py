@@ -43,7 +43,7 @@ class Layer(nnx.Module):
         feed_forward_norm: Norm of the feed-forward's input.
         feed_forward: Feed-forward.
         post_norms: Norms of the outputs of attention and feed-forward before they are added to x (Gemma 2, 2024).
-        scale: Factor of the outputs of attention and feed-forward.
+        scale: Factor that multiplies the outputs of attention and feed-forward.
     """
 
     moe: Any  # a layer has either ``moe`` or ``mlp``, with norms of the same prefix

@@ -101,7 +101,7 @@ class MTP(nnx.Module):
         return model.cache_of((layer,), batch, capacity)
 
 
-_MTP_KEY = "layer.mtp.token_norm.scale"  # the key of a parameter that all prediction layers have
+_MTP_KEY = "layer.mtp.token_norm.scale"  # key of a parameter that every prediction layer has
 
 
 def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:

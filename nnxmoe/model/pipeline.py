@@ -93,11 +93,11 @@ class Pipeline:
         return f"{self}: {stages} stages; {wait}"
 
     def num_turns(self, stages: int) -> int:
-        """Return the number of turns. In each turn a stage computes a microbatch or waits."""
+        """Return the number of turns. In each turn, a stage computes a microbatch or is idle."""
         return self.microbatches + stages - 1
 
     def bubble(self, stages: int) -> float:
-        """Return the fraction of turns in which a stage waits: ``(S - 1) / (M + S - 1)``."""
+        """Return the fraction of turns in which a stage is idle: ``(S - 1) / (M + S - 1)``."""
         return (stages - 1) / self.num_turns(stages)
 
 
@@ -229,7 +229,7 @@ def _turns(
     """Compute all microbatches on one stage with ``compute(x, microbatch) -> y, outputs``.
 
     The slots of a stage store its share of the microbatches. Per turn, a stage sends its result and one slot to the
-    next stage. The first stage computes that slot and sends, in its place, the microbatch finished by the last stage.
+    next stage. The first stage computes that slot and instead sends the microbatch finished by the last stage.
     After one more turn and a roll of the slots, each microbatch is in its original slot.
     Returns the slots with the results, and the ``outputs`` of all microbatches ``[M, …]``.
     """
@@ -240,7 +240,7 @@ def _turns(
         microbatch, slot_index = turn_index - stage, turn_index % layout.per_stage
         slot = jax.lax.dynamic_index_in_dim(slots, slot_index, keepdims=False)
         x = jnp.where(stage == 0, slot, received)
-        x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # an idle stage computes finite values
+        x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # idle stages compute with zeros
         y, outputs = compute(x, jnp.clip(microbatch, 0, count - 1))
         sent = jnp.stack([y, jnp.where(stage == 0, received, slot)])
         received, slot = jax.lax.ppermute(sent, AXIS, ring)

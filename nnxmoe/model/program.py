@@ -172,7 +172,7 @@ def model_program(
         donated: Indices of ``args`` whose buffers are donated.
 
     Raises:
-        ValueError: The model has shapes without values, or `nnx.capture` collects values from the model.
+        ValueError: The model is abstract, or `nnx.capture` collects values from the model.
     """
     structure, leaves = split_for_program(model)
     return functools.partial(structure.program(jit_function, function, static, donated), leaves)
@@ -182,7 +182,7 @@ def split_for_program(model: Any) -> tuple["Structure", list[Array]]:
     """Return the structure and the arrays of a model.
 
     Raises:
-        ValueError: The model has shapes without values, or `nnx.capture` collects values from the model.
+        ValueError: The model is abstract, or `nnx.capture` collects values from the model.
     """
     if is_captured(model):
         raise ValueError("nnx.capture supports only model(tokens): call this function outside of nnx.capture")
@@ -214,7 +214,7 @@ def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
     """Split a module into graph, tree and arrays, for ``nnx.merge(graph, jax.tree.unflatten(tree, arrays))``.
 
     Raises:
-        ValueError: The module has shapes without values.
+        ValueError: The module is abstract (shapes and dtypes only).
     """
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state)

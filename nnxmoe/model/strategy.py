@@ -28,7 +28,7 @@ from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDotMatmul
 from nnxmoe.sharding import bind_mesh
 from nnxmoe.sharding_rules import RULES, Rules, check_mesh, check_rules, sharding_of
 
-_WHY = {  # (type, backend or None for all) -> reason. Speeds: python -m tests.benchmarks --only moe on two cores
+_WHY = {  # (type, backend or None for all) -> reason. Speeds: `python -m tests.benchmarks --only moe`, two cores.
     (
         "BlockedMatmul",
         "cpu",

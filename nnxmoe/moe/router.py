@@ -148,7 +148,7 @@ class SigmoidGroupTopK:
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
             weights = _normalize(weights)
-        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # NaNs in unselected groups also count
+        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # includes NaN logits of unselected groups
         return Routing(experts, jnp.where(has_nan, jnp.nan, weights * self.scale), scores, logits)
 
 

@@ -23,7 +23,7 @@ CodeDtype = Literal["int8", "int4", "fp8", "fp4", "nf4"]
 STORAGE_DTYPES = {name: np.dtype(np.int8 if name == "int8" else np.uint8) for name in get_args(CodeDtype)}
 INT4_ZERO = 8  # 4-bit code for the value 0 in formats without zero points
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-FULL = 2**31 - 1  # number of rows or columns of a tile that covers the whole kernel
+FULL = 2**31 - 1  # tile size that covers a whole dimension of the kernel
 
 # The 16 levels of NormalFloat4 as in bitsandbytes (QLoRA; Dettmers et al. 2023).
 NF4 = np.array(

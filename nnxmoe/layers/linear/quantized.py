@@ -38,7 +38,7 @@ class QuantizedKernel(Kernel):
         codes: Stored codes ``[*E, O, I]``, or ``[*E, O, I / 2]`` for 4-bit codes; see `CodeFormat`.
         scale: Scale of each tile.
         zero: Zero point or offset of each tile, if the format has these.
-        order: Index of the input that each column of the codes multiplies, ``[*E, I]`` (GPTQ's act order). ``None`` if
+        order: Input index of each column of the codes, ``[*E, I]`` (GPTQ's act order). ``None`` if
             the columns are in input order.
         format: Format of the codes.
         product: Implementation of products of rows with this kernel.

@@ -125,7 +125,7 @@ def check_method(method: Any, name: str = "method", alternative: str = "") -> No
     """Raise ValueError unless ``method`` is a quantization method.
 
     Args:
-        name: Name of the argument, for the error.
+        name: Name of the argument, for the error message.
         alternative: Text appended to the error message, for other values that the argument accepts.
     """
     if not isinstance(method, Method | Mixed):
