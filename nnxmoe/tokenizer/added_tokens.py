@@ -86,7 +86,7 @@ def add_declared_tokens(
         if token.content and (assigned_id := backend.token_to_id(token.content)) != number:
             raise TokenizerError(
                 f"{where}: token {short(token.content)} is declared with the id {number}, but the vocabulary assigns "
-                f"{assigned_id}: the files are inconsistent. Download them again"
+                f"{assigned_id}. The files are inconsistent. Download them again"
             )
 
 

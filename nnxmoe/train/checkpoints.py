@@ -232,10 +232,10 @@ def named(tree: Any, source: str) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"{source}: {name or 'the value'} is a {type(leaf).__name__}: pass dicts of JAX arrays"
+                f"{source}: {name or 'the value'} is a {type(leaf).__name__}. Pass dicts of JAX arrays"
             )
         if name in arrays:
-            raise CheckpointError(f"{source}: two arrays have the name {short(name)}: use keys without '/'")
+            raise CheckpointError(f"{source}: two arrays have the name {short(name)}. Use keys without '/'")
         arrays[name] = leaf
     return arrays
 

@@ -200,7 +200,7 @@ def test_missing_steps(tmp_path: Path) -> None:
         (lambda: {}, "the dict is empty"),
         (lambda: {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, "a has no values"),
         (lambda: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, "two arrays have the name 'a/b'"),
-        (lambda: {"a": {"b": 1.0}}, "a/b is a float: pass dicts of JAX arrays"),
+        (lambda: {"a": {"b": 1.0}}, "a/b is a float. Pass dicts of JAX arrays"),
         (lambda: {"a": np.ones(2)}, "a is a ndarray"),
     ],
 )

@@ -170,7 +170,7 @@ class Batches(Iterator[Batch]):
                 f"{name} was {short(saved.get(name))}, is {short(current.get(name))}" for name in mismatches
             )
             raise DataError(
-                f"{self.documents.lines}: the state is from different data or settings ({changes}): use the "
+                f"{self.documents.lines}: the state is from different data or settings ({changes}). Use the "
                 "original data and settings, or start a new run"
             )
         position: Any = state.get("position")
@@ -199,7 +199,7 @@ class Batches(Iterator[Batch]):
                 if not window and start == 0 and stop == len(order):
                     raise DataError(
                         f"{self.documents.lines}: no {self.documents.unit} has an answer within its first "
-                        f"{self.seq_len} tokens: increase seq_len, up to the model's context length, or shorten the "
+                        f"{self.seq_len} tokens. Increase seq_len, up to the model's context length, or shorten the "
                         "prompts"
                     )
                 start, row = stop, 0

@@ -60,7 +60,7 @@ def check_batch(batch: Batch) -> None:
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(
             f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Rename input_ids to "
-            "tokens, and omit labels: the targets are the next tokens where loss_mask is 1"
+            "tokens, and omit labels, because the targets are the next tokens where loss_mask is 1"
         )
     if "tokens" not in batch:
         raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")

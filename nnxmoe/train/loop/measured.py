@@ -166,7 +166,7 @@ class Evaluation(KnownFields):
         avoids an error during evaluation that would lose the steps since the last checkpoint.
         """
         if (first := next(iter(self.batches), None)) is None:
-            raise ValueError("evaluate: there are no batches: pass at least one batch, or omit evaluate")
+            raise ValueError("evaluate: there are no batches. Pass at least one batch, or omit evaluate")
         put_batch(first, step)
         program = step.shared("losses", step.definition.losses, "the evaluation")
 

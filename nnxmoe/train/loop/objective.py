@@ -197,7 +197,7 @@ class Objective(RouterLosses):
         """
         if self.mtp and not model.mtp:
             raise ValueError(
-                f"Objective(mtp={self.mtp}): the model has no multi-token prediction layers: load it with mtp=True"
+                f"Objective(mtp={self.mtp}): the model has no multi-token prediction layers. Load it with mtp=True"
             )
         return dataclasses.replace(self, depths=len(model.mtp) if self.mtp else 0)
 

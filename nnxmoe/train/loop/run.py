@@ -277,8 +277,8 @@ class Run:
             loss = float(started.report.losses.total)
             raise NotFinite(
                 f"step {started.number}: the {quantity} of {', '.join(invalid[:5])}{' …' if len(invalid) > 5 else ''} "
-                f"({len(invalid)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
-                f"{loss:.4g}: lower the learning rate, clip gradients or check the batch{hint}"
+                f"({len(invalid)} of {len(self.step.names)} parameters) are NaN or infinite, and the loss is "
+                f"{loss:.4g}. Lower the learning rate, clip gradients or check the batch{hint}"
             )
 
 
