@@ -151,7 +151,7 @@ class Matching:
         return frozenset(layer for layer in (*self.every, None) if is_complete(layer))
 
     def run(self) -> None:
-        """Apply the rules in turn until no rule accepts a pair."""
+        """Apply the rules repeatedly until no rule accepts another pair."""
         rules = (self._same_words, self._same_role, self._same_module, self._only_fit)
         while any(self._accept(rule) for rule in rules):
             pass

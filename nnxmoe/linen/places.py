@@ -95,7 +95,7 @@ class LinenSlot:
         return value if value.shape == self.own else value.reshape(self.own)
 
     def fault(self, boxed: Any) -> str | None:
-        """Return an error message if a stored value does not fit, else None."""
+        """Return an error message if a stored value is missing or has a wrong shape or dtype, else None."""
         name, value = "/".join((self.collection, *self.names)), meta.unbox(boxed)
         if value is None:
             return f"{name} is missing, {list(self.shape)}"
@@ -160,7 +160,7 @@ class Streams(nnx.Rngs):
 
 @functools.lru_cache(maxsize=32)
 def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> LinenPlan:
-    """Return the plan of a whole model in MaxText's layout, with queries divided by sqrt(head width)."""
+    """Return the `LinenPlan` of a whole model in MaxText's layout. Queries are divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): pass a model's config and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
@@ -200,7 +200,7 @@ def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
 
 @functools.lru_cache(maxsize=256)
 def part_plan(blueprint: Blueprint) -> LinenPlan:
-    """Return the plan of a layer or any other NNX module. Raises ValueError if Linen cannot store its state."""
+    """Return the `LinenPlan` of a layer or other NNX module. Raises ValueError if Linen cannot store its state."""
     modules: list[nnx.Module] = []
 
     def shapes() -> Any:

@@ -248,23 +248,23 @@ class ArrayLayout:
     # Kernels are stored in memory as [*outs, *ins]. Only the next two methods and `flax_order` depend on this order.
 
     def part_view(self, values: AnyArray, shape: tuple[int, ...]) -> AnyArray:
-        """Convert values of a part (or of a box of a part) from memory order to the external array's order.
+        """Convert values of a parameter slice, or of a box in it, from memory order to the external array's order.
 
         ``shape`` is the shape of the result. The result is a view if ``values`` is a NumPy array.
         """
         return values.transpose(self.order or tuple(range(values.ndim))).reshape(shape)
 
     def part_box(self, box: Box, shape: tuple[int, ...]) -> Box:
-        """Convert a box of a part in memory to a box of the part in the external array.
+        """Convert a box of a parameter slice in memory to the same slice's box in the external array.
 
-        ``shape`` is the shape of the part in memory. Raises ValueError if the values do not form a box in the external
+        ``shape`` is the shape of the slice in memory. Raises ValueError if the values do not form a box in the external
         array.
         """
         dimensions = self.order or range(len(shape))
         return reshape_box(tuple(box[i] for i in dimensions), tuple(shape[i] for i in dimensions), self.part_shape)
 
     def stacked_box(self, box: Box, number: int) -> Box:
-        """Convert a box of the part with index ``number`` to a box of the array."""
+        """Convert a box of the parameter slice with index ``number`` to a box of the stacked array."""
         return box if self.axis is None else _insert(box, self.axis, slice(number, number + 1))
 
 
@@ -273,6 +273,6 @@ def _insert(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
 
 
 def add_part(layouts: dict[str, ArrayLayout], name: str, layout: ArrayLayout, part: Parameter) -> None:
-    """Append a part to the layout of array ``name``. If the name is new, start from ``layout``."""
+    """Append a parameter slice to the layout of array ``name``. A new array starts with a copy of ``layout``."""
     parts = layouts[name].parts if name in layouts else ()
     layouts[name] = replace(layout, parts=(*parts, part))

@@ -45,12 +45,15 @@ def refuse_config_mismatch(model: CausalLM) -> None:
 
 
 def _differences(model: CausalLM, config_model: CausalLM) -> Iterator[str]:
-    """Yield a description of each difference. If a module differs as a whole, its submodules are skipped."""
+    """Yield a description of each difference.
+
+    If a module is missing, unexpected or of a different class, its submodules are skipped.
+    """
     depth, config_depth = (sum(stack.depth for stack in candidate.stacks) for candidate in (model, config_model))
     if depth != config_depth:
         yield f"it has {depth} layers, but num_hidden_layers is {config_depth}"
     model_parts, config_parts = _parts(model), _parts(config_model)
-    reported_prefixes = tuple[str, ...]()  # prefixes of the modules that differ as a whole
+    reported_prefixes = tuple[str, ...]()  # prefixes of the modules whose submodules are skipped
     for name in sorted(model_parts | config_parts, key=lambda name: [part.zfill(9) for part in name.split(".")]):
         actual, expected = model_parts.get(name), config_parts.get(name)
         if name.startswith(reported_prefixes) or actual == expected:

@@ -35,18 +35,18 @@ class TensorPart:
 
     @property
     def name(self) -> str:
-        """Name of the array that contains only this part."""
+        """Name of the array that contains only this slice."""
         return self.w.label(self.tensor)
 
     def outputs(self, size: int) -> range:
-        """Return the indices of the part's outputs among the tensor's ``size`` outputs."""
+        """Return the indices of the slice's outputs among the tensor's ``size`` outputs."""
         w = self.w
         if w.alternate:
             return range(w.part, size, w.parts)
         return range(w.part * (size // w.parts), (w.part + w.span) * (size // w.parts))
 
     def select(self, array: LazyArray) -> LazyArray:
-        """Select the part from a tensor. If the tensor cannot be split, the result has a ``fault``."""
+        """Select the slice from a tensor. If the tensor cannot be split, the result has a ``fault``."""
         if array.fault is not None:
             return array
         w, shape = self.w, _swap_last(array.shape) if self.w.transposed else array.shape
@@ -66,7 +66,7 @@ class TensorPart:
         return part if array.codes is None else self._select_codes(array, part)
 
     def _select_codes(self, array: LazyArray, floats: LazyArray) -> LazyArray:
-        """Select the part from the codes, scales and zero points. ``floats`` is the part of the dequantized tensor."""
+        """Select the slice from the codes, scales and zero points. ``floats`` is the slice of dequantized values."""
         assert array.codes is not None
         tile_rows, num_rows = array.codes.tile[0], array.shape[self.dim]
         unsplit_names = {"order"} if tile_rows < num_rows else {"order", "scale", "zero"}
@@ -88,10 +88,10 @@ def _swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Replace each tensor that contains several parameters with its parts.
+    """Replace each tensor that contains several parameters with one array per parameter.
 
     Args:
-        table: Parameter key -> tensor name and part.
+        table: Parameter key -> tensor name and slice.
         arrays: Tensors of a checkpoint by name.
     """
     rows = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
@@ -111,11 +111,11 @@ def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
 
 
 def join_parts(arrays: LazyArrays, parts: Mapping[str, TensorPart | None]) -> dict[str, LazyArray]:
-    """Join parts into tensors for saving. Inverse of `split_tensors`.
+    """Join arrays into tensors that contain several parameters, for saving. Inverse of `split_tensors`.
 
     Args:
         arrays: Arrays of a layout by name.
-        parts: Array name -> part of a tensor, or None if the array is a whole tensor.
+        parts: Array name -> slice of a tensor, or None if the array is a whole tensor.
     """
     tensors: dict[str, LazyArray] = {}
     parts_of: dict[str, dict[TensorPart, LazyArray]] = {}

@@ -177,7 +177,7 @@ def unpack_nibbles(byte_array: LazyArray, size: int) -> LazyArray:
 
 
 def pack_nibbles(codes: LazyArray) -> LazyArray:
-    """Invert `unpack_nibbles` for `MXFP4`."""
+    """Repack MXFP4 codes into bytes of two neighboring codes each. Inverse of `unpack_nibbles`."""
 
     def repack(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         pairs = octets.reshape(*octets.shape[:-1], -1, _OCTETS // 2, 2)

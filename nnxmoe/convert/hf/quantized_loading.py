@@ -26,7 +26,7 @@ from nnxmoe.model.quantization.rounding import kernels_to_quantize
 
 
 def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Replace the kernels for which a checkpoint contains codes with quantized kernels, in place.
+    """Replace kernels with quantized kernels, in place, if the checkpoint stores their codes.
 
     Args:
         model: Abstract model (shapes only).

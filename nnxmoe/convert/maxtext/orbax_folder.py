@@ -177,7 +177,7 @@ def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
 def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     """Return the lazy arrays of the tree in a folder, by name.
 
-    ``tops`` are the top-level names to read. At least one of these names must exist. If None, read the whole tree.
+    ``tops`` are the top-level names to read, at least one of which must exist. If None, read the whole tree.
     Raises CheckpointError if the folder is not a readable Orbax checkpoint.
     """
     reader, metadata = _stored(folder)

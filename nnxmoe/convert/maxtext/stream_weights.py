@@ -93,7 +93,7 @@ def _shaped(rows: LazyArray, shape: tuple[int, ...], parameter: str) -> LazyArra
 
 
 def _flat(array: LazyArray, shape: tuple[int, ...], parameter: str) -> LazyArray:
-    """Invert `_shaped`."""
+    """Flatten MaxText's array to columns ``[…, n]``. Inverse of `_shaped`."""
     if parameter == "alpha":
         return array
     layers = array.shape[1:2] if len(array.shape) > len(shape) else ()

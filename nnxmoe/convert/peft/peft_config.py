@@ -149,7 +149,7 @@ class Settings:
                 raise CheckpointError(f"{self.path}: {name} {short(value)} is not {description}")
 
     def _matches(self, field: str, pattern: str, name: str, *, whole: bool = True) -> re.Match[str] | None:
-        """Match a whole name, or the start of a name, with a pattern from a field.
+        """Match a pattern from a field against a name, or against the start of the name if not ``whole``.
 
         Raises CheckpointError if the pattern is not a valid regular expression, or if it repeats a group.
         """
@@ -167,7 +167,7 @@ class Settings:
         return _named(name, self.fields.get("target_parameters") or [])
 
     def has_module(self, name: str) -> bool:
-        """Return whether a module such as ``model.layers.0.mlp.up_proj`` is a target.
+        """Return whether the adapter targets a module such as ``model.layers.0.mlp.up_proj``.
 
         Follows peft's ``check_target_module_exists``.
         """

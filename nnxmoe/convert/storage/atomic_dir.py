@@ -37,7 +37,7 @@ def atomic_dir(
     Until exit, and after an error, ``folder`` is unchanged. If ``folder`` itself cannot be renamed, for example because
     it is a mount point, the files are moved into it one by one. A killed process leaves a hidden folder behind. Hidden
     folders that end in ``.tmp`` may be deleted. Hidden folders that end in ``.old`` contain files of the replaced
-    checkpoint's folder that were not moved yet.
+    folder that were not moved yet.
 
     Args:
         folder: New or empty folder, unless ``overwrite`` is True.
