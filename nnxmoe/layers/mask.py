@@ -15,8 +15,8 @@ from nnxmoe.layers.cache import SlotMetadata
 class Mask:
     """Causal attention mask with padding, a sliding window and segments, stored as indices of queries and keys.
 
-    A query attends to real keys up to the query, inside the window and in the query's segment. Attention kernels
-    support some or all of these features. `allowed` computes the equivalent boolean array.
+    A query attends to real keys that are in the query's segment, inside the window, and not after the query. Attention
+    kernels support some or all of these features. `allowed` computes the equivalent boolean array.
 
     Attributes:
         query_index: Index of each query among the real tokens of the row.

@@ -120,7 +120,7 @@ def check_mtp(depths: int, model: Any) -> None:
 def last_matching_layer(matches: Iterable[bool]) -> int:
     """Return the index of the last layer that has the attention and feed-forward of prediction layers.
 
-    ``matches`` contains this condition for each layer. Raises ConfigError if no layer matches.
+    ``matches`` contains one flag per layer. Raises ConfigError if no layer matches.
     """
     indices = [i for i, match in enumerate(matches) if match]
     if not indices:

@@ -165,7 +165,7 @@ class PipelinedStack(ScannedStack):
         return super().empty_cache(batch, capacity, dtype, lookahead), *rest
 
     def refuse_decoding(self) -> None:
-        """Raise ValueError if the mesh has several stages."""
+        """Raise ValueError if the mesh has several pipeline stages, which do not support decoding."""
         if (stages := stages_of(self.mesh)) > 1:
             raise ValueError(
                 f"a model in {stages} pipeline stages cannot decode, because all stages but one would wait: load it on "

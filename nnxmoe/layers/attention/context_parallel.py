@@ -1,8 +1,9 @@
 """Context-parallel attention: the mesh axis ``context`` shards the tokens of each row.
 
-The mask's integer arrays (indices and segments) are replicated. Causal attention without a window is balanced over
-n devices as in Llama 3 (2024, section 3.3.2). A row is split into 2n chunks, and device i computes the queries of
-chunks i and 2n - 1 - i. All devices then compute the same number of scores. Only attention uses this token order.
+The mask's integer arrays (indices and segments) are replicated. Causal attention without a window is balanced over n
+devices as in Llama 3 (2024, section 3.3.2). A row is split into 2n chunks, and device i computes the queries of chunks
+i and 2n - 1 - i. All devices then compute the same number of scores. Outside of attention, the tokens of a row are in
+order.
 """
 
 import dataclasses

@@ -268,7 +268,7 @@ def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, 
 def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
     """Return a normal initializer with standard deviation ``gain / sqrt(fan_in)``.
 
-    The scale of the linear map's output is then ``gain`` times the scale of the input.
+    With this initializer, the scale of the output is ``gain`` times the scale of the input.
     """
     return nnx.initializers.normal(gain * math.prod(inputs) ** -0.5)
 
