@@ -184,7 +184,7 @@ _HF: Hf = {
         for x in "qk"
         for suffix, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
     },
-    **{f"layer.{kind}_norm.scale": W("post_attention_layernorm.weight") for kind in ("mlp", "moe")},
+    **{f"layer.{name}_norm.scale": W("post_attention_layernorm.weight") for name in ("mlp", "moe")},
     **{f"layer.mlp.{x}.kernel": row for x, row in _mlp("mlp", "mlp").items()},
     **{
         f"layer.moe.shared.{x}.kernel": row

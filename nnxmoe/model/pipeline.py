@@ -242,8 +242,8 @@ def _turns(
         x = jnp.where(stage == 0, slot, received)
         x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # idle stages compute with zeros
         y, outputs = compute(x, jnp.clip(microbatch, 0, count - 1))
-        sent = jnp.stack([y, jnp.where(stage == 0, received, slot)])
-        received, slot = jax.lax.ppermute(sent, AXIS, ring)
+        outgoing = jnp.stack([y, jnp.where(stage == 0, received, slot)])
+        received, slot = jax.lax.ppermute(outgoing, AXIS, ring)
         return (received, jax.lax.dynamic_update_index_in_dim(slots, slot, slot_index, 0)), outputs
 
     turns = count + layout.stages - 1
@@ -277,17 +277,17 @@ class _Microbatches:
         """Split an array ``[B, …]`` by stage and microbatch. Rows stay on their device."""
         return self._cut(a, AXIS)
 
-    def _cut(self, a: Array, over: str | None) -> Array:
-        cut = a.reshape(self.stages, shard_count(self.mesh, self.axes), self.per_stage, -1, *a.shape[1:])
-        cut = jnp.moveaxis(shard_constraint(cut, self.mesh, over, self.axes), 2, 1)
+    def _cut(self, a: Array, stage_axis: str | None) -> Array:
+        microbatches = a.reshape(self.stages, shard_count(self.mesh, self.axes), self.per_stage, -1, *a.shape[1:])
+        microbatches = jnp.moveaxis(shard_constraint(microbatches, self.mesh, stage_axis, self.axes), 2, 1)
         return shard_constraint(
-            cut.reshape(self.stages, self.per_stage, -1, *a.shape[1:]), self.mesh, over, None, self.axes
+            microbatches.reshape(self.stages, self.per_stage, -1, *a.shape[1:]), self.mesh, stage_axis, None, self.axes
         )
 
     def join(self, a: Array) -> Array:
         """Join microbatches into an array ``[B, …]``. Inverse of `split`."""
-        cut = a.reshape(self.stages, self.per_stage, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
-        return shard_batch(jnp.moveaxis(cut, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
+        microbatches = a.reshape(self.stages, self.per_stage, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
+        return shard_batch(jnp.moveaxis(microbatches, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
 
     def replicate(self, a: Array) -> Array:
         """Split an array ``[B, …]`` into ``[M, rows, …]``, replicated over the stages."""
