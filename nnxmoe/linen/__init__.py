@@ -57,7 +57,7 @@ class LinenCausalLM(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
-        """Run the model with the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first.
+        """Run the model on tokens ``[B, T]``. Accepts the arguments of `CausalLM.__call__`.
 
         Raises a ValueError that lists all missing, unexpected and misshapen variables.
         """

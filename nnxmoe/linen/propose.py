@@ -128,7 +128,7 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
 def _entries(
     shapes: Mapping[str, Shape], general: Callable[[str], tuple[str, int | None]], words: Callable[[str], Words]
 ) -> Iterator[Entry]:
-    """Yield one entry per general name and shape."""
+    """Yield one entry per shape and name, with layer numbers replaced by ``{layer}``."""
     groups: dict[tuple[str, Shape], dict[str, int | None]] = {}
     for name, shape in shapes.items():
         entry_name, layer = general(name)

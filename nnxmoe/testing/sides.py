@@ -36,7 +36,7 @@ class Arguments:
 
 
 class NNXSide:
-    """NNX module as a function of its parameters, without random state.
+    """NNX module as a function of its parameters. Random state is not a parameter.
 
     Kernels of nnxmoe are in Flax's dimension order, ``[*ins, *outs]``.
     """
@@ -56,7 +56,7 @@ class NNXSide:
                 self.params[name] = value.transpose(self.orders[name])
 
     def module(self, params: Mapping[str, Any]) -> Any:
-        """Copy the module with these parameters."""
+        """Return a copy of the module with these parameters."""
         values = {name: value.transpose(np.argsort(self.orders[name])) for name, value in params.items()}
         filled = [(path, v.replace(values[name]) if name in values else v) for name, path, v in self.flat]
         return nnx.merge(self.graph, nnx.from_flat_state(filled))

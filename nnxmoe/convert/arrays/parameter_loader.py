@@ -131,7 +131,7 @@ class ParameterLoader:
     def await_reads(self, reads: list[Future[tuple[str, int, int]]]) -> None:
         """Wait for the reads, and raise the first exception from a reader thread."""
         pending_reads: set[Future[Any]] = set(reads)
-        while pending_reads:  # wake up every 0.1 s at most, because each wake-up takes the GIL from the readers
+        while pending_reads:  # wake up at most every 0.1 s, because each wake-up takes the GIL from the readers
             finished_reads, pending_reads = wait(pending_reads, timeout=0.1, return_when=FIRST_EXCEPTION)
             for name, nonfinite, size in [read.result() for read in finished_reads]:
                 self.bytes_read += size

@@ -11,7 +11,7 @@ import numpy as np
 
 _LINE = 64  # bytes per cache line, and the alignment that JAX requires
 _BLOCK = 32 << 20
-_MOST_THREADS = 8  # memory bandwidth is the limit, and each thread needs buffers
+_MOST_THREADS = 8  # memory bandwidth limits more threads, and each needs buffers
 
 
 @contextlib.contextmanager

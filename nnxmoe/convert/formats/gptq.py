@@ -52,8 +52,8 @@ def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _settings(files: ModuleTensors, num_word_rows: int, outs: int) -> tuple[int, int]:
     """Return (bits, group size) of a module.
 
-    If ``quantization_config`` has the field ``dynamic`` (GPTQModel), modules may have different settings. These are
-    derived from the module's tensors.
+    If ``quantization_config`` has the field ``dynamic`` (GPTQModel), modules may have different settings. The
+    settings are then derived from the module's tensors.
     """
     bits, scheme = files.scheme.choice("bits", (4, 8), None), files.scheme
     if not scheme.fields.get("dynamic"):

@@ -60,7 +60,7 @@ _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
-# Keys that are redundant with other keys or the tensors, and keys that do not affect the computation.
+# Keys that other keys or the tensors imply, and keys that do not affect the computation.
 _IMPLIED = {
     *("vocab_size", "tensor_data_layout", "rope.dimension_count", "expert_gating_func", "attention.causal"),
     *("attention.key_length", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla"),

@@ -24,7 +24,7 @@ _KNOWN = {
     *("init_lora_weights", "ensure_weight_tying", "bias"),
 }
 _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # Other values change the base model's weights.
-# In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 takes
+# In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 mistakes
 # modules with these names for the expert modules of transformers 4, and a router is not a torch.nn.Linear.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # Matching a pattern with a repeated group can take exponential time.
