@@ -427,7 +427,7 @@ def test_partition_specs_and_invalid_meshes() -> None:
     assert partition_spec(("expert", "embed", "mlp"), (8, 64, 48), mesh) == jax.sharding.PartitionSpec()
     with pytest.raises(ValueError, match="no rule"):
         partition_spec(("nonsense",), (8,), mesh)
-    with pytest.raises(ValueError, match=r"the rule .* has an axis that the mesh .* does not have"):
+    with pytest.raises(ValueError, match=r"the rule .* names an axis that the mesh .* does not have"):
         partition_spec(("embed",), (8,), mesh, {"embed": ("fsdp", "stage")})
     with pytest.raises(ValueError, match="devices"):
         nnxmoe.make_mesh(data=jax.device_count() + 1)

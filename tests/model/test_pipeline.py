@@ -238,7 +238,7 @@ def resumed(folder: str) -> list[Any]:
 def test_runs_resume_on_meshes_with_other_stages(eight: Callable[..., Any], tmp_path: Path) -> None:
     *same, message = eight(resumed, str(tmp_path / "run"))
     assert same == [True, True, True]
-    assert "step_1 does not match" in message and "that of the run, Pipeline(4, stages=…)" in message
+    assert "step_1 does not match" in message and "number of stages, Pipeline(4, stages=…)" in message
 
 
 def adapted() -> tuple[float, set[str]]:
