@@ -143,10 +143,10 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
         r"plan\(advise=5\): use True or False": lambda: plan(advise=5),
         r"plan\(compile_for=\['cpu'\]\): use": lambda: plan(compile_for=["cpu"]),
         r"plan\(across=5\): use the name": lambda: plan(across=5),
-        "quantize=5 is not a method": lambda: plan(quantize=5),
+        "quantize=5 is not a quantization method": lambda: plan(quantize=5),
         "model is a int: pass an nnxmoe model": lambda: nnxmoe.quantize(5, nnxmoe.Int8()),
-        "method=5 is not a method": lambda: nnxmoe.quantize(model, 5),
-        "method=None is not a method": lambda: nnxmoe.quantize(model, None),
+        "method=5 is not a quantization method": lambda: nnxmoe.quantize(model, 5),
+        "method=None is not a quantization method": lambda: nnxmoe.quantize(model, None),
         r"compile_cache\(max_bytes='1'\): pass a positive": lambda: nnxmoe.compile_cache(max_bytes="1"),
         r"merge\(keep=5\): pass True or False": lambda: lora.merge(model, keep=5),
     }.items():

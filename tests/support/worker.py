@@ -178,7 +178,7 @@ def stopped(out: Path) -> None:
     except ValueError as error:
         assert "mesh=None in a job of 2 processes" in str(error), error
     else:
-        raise AssertionError("each process would train a model of its own")
+        raise AssertionError("each process would train a separate model")
 
 
 def stacked(out: Path) -> None:

@@ -410,7 +410,7 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
         ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids has the dtype float64"),
         (
             {"tokens": np.ones((2, 5), int), "loss_mask": np.full((2, 5), 0.5)},
-            "loss_mask contains 0.5: use 1, or 0 for",
+            "loss_mask contains 0.5: use 1, or 0 to exclude",
         ),
         (
             {"tokens": np.ones((1, 5), int), "attention_mask": [[1, 1, 2, 2, 0]]},
