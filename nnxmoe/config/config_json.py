@@ -97,7 +97,7 @@ def check_architecture(fields: Mapping[str, Any], architectures: Set[str]) -> No
     names = fields.get("architectures")
     if names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"architectures must be a list of names or null, got {short(names)}")
-    supported = {name.lower() for name in architectures}  # files from 2023 have LLaMAForCausalLM
+    supported = {name.lower() for name in architectures}  # files from 2023 name the class LLaMAForCausalLM
     supported_names = [name for name in names or () if name.lower() in supported]
     headless_names = [name for name in names or () if name.lower().removesuffix("model") + "forcausallm" in supported]
     draft_fields = [name for name in _DRAFT_FIELDS if fields.get(name) is not None]

@@ -150,7 +150,7 @@ _compiled = functools.lru_cache(maxsize=32)(lambda template: _environment().from
 
 @functools.lru_cache(maxsize=32)
 def template_variables(template: str) -> frozenset[str]:
-    """Return the names of the variables that a template reads. Raises ChatTemplateError if it is invalid."""
+    """Return the names of the variables that a template reads. Raises ChatTemplateError for invalid templates."""
     try:
         nodes = _environment().parse(template).find_all(jinja2.nodes.Name)
         return frozenset(node.name for node in nodes if node.ctx == "load")

@@ -125,7 +125,7 @@ def _trainable(model: CausalLM) -> Any:
 def _limit(step: Step, model: CausalLM, data: Any) -> BatchLimit:
     """Compute the limit on the batch size.
 
-    Raises ValueError if several processes have no mesh, or if the state or batches of known size cannot
+    Raises ValueError if there are several processes but no mesh, or if the state or batches of known size cannot
     fit in memory.
     """
     if step.mesh is None and (count := jax.process_count()) > 1:

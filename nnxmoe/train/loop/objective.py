@@ -44,7 +44,7 @@ class TrainingObjective(Protocol):
         ...
 
     def count(self, batch: Batch) -> Any:
-        """Count the tokens of a batch. Returns None if the loss is not divided by a count."""
+        """Count the tokens that the loss is averaged over. Returns None if the loss is not divided by a count."""
         ...
 
     def __call__(
