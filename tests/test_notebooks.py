@@ -11,7 +11,7 @@ from tests.support.notebooks import FOLDER, PAIRED, executed, light
 
 pytestmark = pytest.mark.notebooks
 
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 PUBLIC = {"nnxmoe", *(f"nnxmoe.{name}" for name in ("convert", "linen", "models", "plot", "testing", "train"))}
 PUBLIC |= {"nnxmoe.convert.maxtext", "nnxmoe.moe.balance"}
 PATHS = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|work|private|Users|mnt|data|content)/|[A-Z]:\\\\")

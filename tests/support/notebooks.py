@@ -84,5 +84,5 @@ def write(text: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or sorted(map(str, FOLDER.glob("*.py"))):
+    for name in sys.argv[1:] or sorted(map(str, FOLDER.glob("[0-9]*.py"))):
         write(Path(name))
