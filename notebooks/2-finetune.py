@@ -34,7 +34,7 @@ if wanted := [name for name in ("nnxmoe", "matplotlib") if importlib.util.find_s
     if "nnxmoe" in wanted:
         wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
         assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
-        wanted[0] = wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else "")
+        wanted[0] = wheels[0] + ("[cuda12]" if shutil.which("nvidia-smi") else "")
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
     importlib.invalidate_caches()
 
