@@ -1,0 +1,56 @@
+"""How-to pages of the documentation site: blocks run in order, links exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnxmoe.models import MODELS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "notebooks" / "how-to").glob("*.md"))
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# Pages that the build of the site creates from READMEs.
+GUIDES = """generation tokenizer serve evaluation training training-data training-loop lora conversion quantization
+strategies moe layers attention linen parity planning processes families adding-a-family package""".split()
+
+
+def run_page(page: Path) -> None:
+    """Run the bash and python blocks of a page in order. Python blocks share one namespace."""
+    namespace = {"__name__": "__main__"}
+    for _, language, code in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "bash":
+            print(code, flush=True)
+            subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)
+        elif language == "python":
+            exec(compile(code, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_has_known_blocks_and_links(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# ") and "## If it fails" in text and "## See also" in text, page
+    assert {language for _, language, _ in BLOCK.findall(text)} <= {"python", "bash", "text", "console", "json"}
+    guides = {f"../guides/{name}.md" for name in GUIDES}
+    families = {f"../families/{name}.md" for name in MODELS}
+    for link in re.findall(r"\]\(([^)#:]+)\)", BLOCK.sub("", text)):
+        assert link in guides | families or (page.parent / link).exists(), (page, link)
+
+
+@pytest.mark.commands
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    """Runs in an empty folder, with a command `nnxmoe` of this checkout."""
+    (folder := tmp_path / "page").mkdir()
+    (commands := tmp_path / "bin").mkdir()
+    (script := commands / "nnxmoe").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nnxmoe "$@"\n')
+    script.chmod(0o755)
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    code = f"import pathlib; from tests.test_site import run_page; run_page(pathlib.Path({str(page)!r}))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
