@@ -41,8 +41,8 @@ class NemotronHConfig(GroupedExpertsConfig):
 
     Attributes:
         layer_types: Type of each layer's block: ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``.
-            In a config.json, the field is ``layers_block_type``, or ``hybrid_override_pattern`` with the letters M, *,
-            - and E. The length of this list overrides ``num_hidden_layers`` of a config.json.
+            In a config.json, the field is ``layers_block_type``, or ``hybrid_override_pattern`` with the letters ``M``,
+            ``*``, ``-`` and ``E``. The length of this list overrides ``num_hidden_layers`` of a config.json.
         mamba_num_heads: Number of heads of the recurrence.
         mamba_head_dim: Width of a head of the recurrence.
         ssm_state_size: Width of the keys of the recurrence.

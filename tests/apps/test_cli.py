@@ -169,7 +169,7 @@ def test_near_names_are_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     for line, said in {
         ("plan", "mixtral-8x7b", *plan, "--on", "h10"): "did you mean h100?",
         ("plan", "mixtrl-8x7b", *plan): "did you mean mixtral-8x7b or ",
-        ("generate", "Demo", "x", "--local-files-only"): "--local-files-only skips the hub",
+        ("generate", "Demo", "x", "--local-files-only"): "omit --local-files-only to download",
         ("generate", "deno", "x", "--local-files-only"): "did you mean demo?",
     }.items():
         assert cli.main(line) == 1
@@ -649,7 +649,7 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"prompts is not UTF-8 .*: save it as UTF-8"):
         read_prompts(str(file))
     file.write_text('[{"prompt": "a"}, 7]')
-    with pytest.raises(ValueError, match=r"prompts: item 2 of the array must be an object, got 7"):
+    with pytest.raises(ValueError, match=r"prompts: item 2: each item of the array must be an object, got 7"):
         read_prompts(str(file))
 
 

@@ -307,10 +307,10 @@ def parts(answer: AnswerForm, pieces: Sequence[str]) -> tuple[str, str, list[tup
     names, arguments = list[str](), list[str]()
     for call in found.calls:
         if call.name is not None:
-            assert call.index == len(names) and call.id is not None
+            assert call.call_index == len(names) and call.id is not None
             names.append(call.name)
             arguments.append("")
-        arguments[call.index] += call.arguments
+        arguments[call.call_index] += call.arguments
     assert splitter.count == len(names)
     return found.reasoning, found.content, [(name, json.loads(one)) for name, one in zip(names, arguments, strict=True)]
 
@@ -319,7 +319,7 @@ def joined(calls: Sequence[CallPiece]) -> list[str]:
     """The arguments of each call."""
     found = dict[int, str]()
     for call in calls:
-        found[call.index] = found.get(call.index, "") + call.arguments
+        found[call.call_index] = found.get(call.call_index, "") + call.arguments
     return list(found.values())
 
 

@@ -362,7 +362,7 @@ def test_full_cache_under_jit_gives_nan(kind: str) -> None:
     assert bool(jnp.isfinite(out.logits).all())
     full = step(out.cache, tokens)
     assert bool(jnp.isnan(full.logits).all())
-    with pytest.raises(ValueError, match=r"holds 6 tokens; 8 are in"):
+    with pytest.raises(ValueError, match=r"6 tokens; 8 are cached and 4 more"):
         model(tokens, cache=full.cache)
 
 

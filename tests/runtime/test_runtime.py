@@ -251,7 +251,7 @@ def test_models_beyond_memory_are_refused_before_reading(tmp_path: Path, monkeyp
     monkeypatch.setenv(memory.VARIABLE, "0.1MB")
     file.write_bytes(sound[: len(sound) - 4000] + bytes(4000))
     refused = (
-        r"the weights take 127\.01 kB, NNXMOE_MEMORY=0\.1MB is 100\.00 kB: shard it .*bfloat16.* set NNXMOE_MEMORY=off"
+        r"the weights take 127\.01 kB, NNXMOE_MEMORY=0\.1MB is 100\.00 kB: shard .*bfloat16.* set NNXMOE_MEMORY=off"
     )
     with pytest.raises(ValueError, match=refused):
         nnxmoe.from_pretrained(tmp_path / "model")
