@@ -204,7 +204,7 @@ def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:
         maxtext.from_tree(tree, config)
     assert "decoder/layers_0/mhc_attention/mhc_norm/scale has shape [3]" in str(raised.value)
     for kind, changes, message in (
-        ("deepseek_v4", {"compress_ratios": [0, 0, 4, 4, 128, 4, 128]}, "blocks of hca, csa layers.* csa, hca, csa, hca"),
+        ("deepseek_v4", {"compress_ratios": [0, 0, 4, 4, 128, 4, 128]}, "blocks of hca, csa layers.* csa, hca"),
         ("qwen3_next", {"num_hidden_layers": 6}, "scans qwen3_next in blocks of 4 layers, but this model has 6 layers"),
         ("qwen3_next", {"mlp_only_layers": [1]}, "or differ in other ways"),
         ("qwen3_5_moe", {"layer_types": ["full_attention"] * 8}, "layers are global, global, .*: choose another"),

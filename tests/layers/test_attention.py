@@ -406,7 +406,7 @@ def test_fused_refuses_wide_values() -> None:
     q = jnp.zeros((1, 1, 2, 4))
     slots = SlotMetadata(jnp.arange(2), jnp.ones((1, 2), bool), jnp.zeros((1, 2), jnp.int32))
     mask = Mask(jnp.arange(2), jnp.zeros((1, 2), jnp.int32), slots, None)
-    with pytest.raises(ValueError, match="5 > 4.*ReferenceAttention"):
+    with pytest.raises(ValueError, match=r"5 > 4.*ReferenceAttention"):
         FusedAttention()(q, q, jnp.zeros((1, 1, 2, 5)), MaskedSoftmax(mask, 1.0))
 
 
