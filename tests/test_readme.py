@@ -1,4 +1,4 @@
-"""The Python examples of every README run unchanged. CI runs the shell commands."""
+"""The Python examples of every README and guide run unchanged. CI runs the shell commands."""
 
 import os
 import re
@@ -12,18 +12,18 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
     p
     for folder in (".", "nnxmoe", "models", "tests")
-    for p in (ROOT / folder).glob("**/README.md")
+    for p in (ROOT / folder).glob("**/*.md")
     if folder != "." or p.parent == ROOT
 )
 FOUND = {
-    f"{path.relative_to(ROOT).parent}-{i}": code
+    f"{path.relative_to(ROOT)}-{i}": code
     for path in FILES
     for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S))
 }
 
 
 def test_number_of_examples() -> None:
-    assert sum(name.startswith(".-") for name in FOUND) >= 2 and len(FOUND) >= 8
+    assert sum(name.startswith("README.md-") for name in FOUND) >= 2 and len(FOUND) >= 8
 
 
 def test_readme_is_short_and_links_exist() -> None:
