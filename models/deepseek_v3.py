@@ -158,7 +158,7 @@ FAMILY = Family(
     hub_ids={"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"},
     checkpoint_notes=dict.fromkeys(
         _PRESETS,
-        "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the multi-token prediction layer (11.5B "
-        "parameters) is loaded only with mtp=True",
+        "685B parameters in FP8 blocks (0.69 TB), dequantized to bfloat16 unless keep_quantized=True. The multi-token "
+        "prediction layer (11.5B parameters) is loaded only with mtp=True.",
     ),
 )

@@ -105,6 +105,7 @@ FAMILY = Family(
     hub_ids={name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in _PRESETS},
     checkpoint_notes=dict.fromkeys(
         _PRESETS,
-        "FP8 blocks, 0.69 TB, loaded as bfloat16; the multi-token prediction layer is loaded only with mtp=True",
+        "FP8 blocks (0.69 TB), dequantized to bfloat16 unless keep_quantized=True. The multi-token prediction layer is "
+        "loaded only with mtp=True.",
     ),
 )

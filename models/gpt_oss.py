@@ -133,5 +133,5 @@ FAMILY = Family(
     maxtext=MaxTextNames(_MAXTEXT, LayerBlocks(("local", "global"))),
     presets=_PRESETS,
     hub_ids={name: f"openai/{name}" for name in _PRESETS},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the experts' kernels are MXFP4 and are loaded as bfloat16"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "MXFP4 experts, dequantized to bfloat16 unless keep_quantized=True"),
 )

@@ -64,9 +64,10 @@ FAMILY = Family(
         "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
     },
     checkpoint_notes={
-        "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer (tiktoken with code) is not supported",
-        "kimi-k2.5": "experts in packed int4, 0.55 TB, loaded as bfloat16 unless keep_quantized=True; vision tower and "
-        "projector are not loaded; its tokenizer (tiktoken with code) is not supported",
-        "moonlight-16b-a3b": "its tokenizer (tiktoken with code) is not supported",
+        "kimi-k2": "FP8 blocks (1.03 TB), dequantized to bfloat16 unless keep_quantized=True. The tokenizer (tiktoken "
+        "with remote code) is not supported.",
+        "kimi-k2.5": "packed int4 experts (0.55 TB), dequantized to bfloat16 unless keep_quantized=True. The vision "
+        "tower and projector are not loaded. The tokenizer (tiktoken with remote code) is not supported.",
+        "moonlight-16b-a3b": "the tokenizer (tiktoken with remote code) is not supported",
     },
 )

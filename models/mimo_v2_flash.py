@@ -135,6 +135,7 @@ FAMILY = Family(
     presets={"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")},
     hub_ids={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
     checkpoint_notes={
-        "mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the multi-token prediction layers are not loaded"
+        "mimo-v2-flash": "FP8 blocks, dequantized to bfloat16 unless keep_quantized=True. The multi-token prediction "
+        "layers are not loaded."
     },
 )

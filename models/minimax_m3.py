@@ -167,7 +167,7 @@ _PARTS = (("gate", "w1", 0), ("up", "w3", 1))
 
 
 def _mlp(block: str, published_block: str) -> dict[str, tuple[W, ...]]:
-    """Return the rows of a dense or shared feed-forward. transformers stores gate and up in one tensor."""
+    """Return the name-table rows for a dense or shared feed-forward. transformers stores gate and up in one tensor."""
     rows = {
         x: (W(f"{block}.gate_up_proj.weight").rows(i, 2), W(f"{published_block}.{x}_proj.weight")) for x, _, i in _PARTS
     }

@@ -14,7 +14,7 @@ Linen = dict[str, tuple[Any, ...]]  # values are `nnxmoe.convert.maxtext.layout.
 
 
 def hf_mlp(block: str, prefix: str = "layer.moe.shared") -> Hf:
-    """Return the rows of a shared or dense feed-forward in the submodule ``block`` of a layer.
+    """Return the name-table rows for a shared or dense feed-forward in submodule ``block`` of a layer.
 
     ``prefix`` is the prefix of the parameters' keys.
     """
@@ -85,7 +85,7 @@ MAXTEXT_DECODER: Linen = {
 
 
 def maxtext_gqa(block: str) -> Linen:
-    """Return the rows of grouped-query attention in the submodule ``block`` of MaxText's layer."""
+    """Return the name-table rows for the attention that MaxText stores in submodule ``block`` of a layer."""
     query_axes, kv_axes = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
     rows = (
         ("q", "query", ("embed",), query_axes),
@@ -120,7 +120,7 @@ MAXTEXT_QK_NORM: Linen = {
 
 
 def maxtext_mlp(prefix: str = "layer.mlp", block: str = "mlp") -> Linen:
-    """Return the rows of a dense or shared feed-forward in the submodule ``block`` of MaxText's layer."""
+    """Return the name-table rows for the feed-forward that MaxText stores in submodule ``block`` of a layer."""
     rows = (("gate", "wi_0", ("embed", "mlp")), ("up", "wi_1", ("embed", "mlp")), ("down", "wo", ("mlp", "embed")))
     return {
         f"{prefix}.{x}.{end}": (f"{block}/{name}/{end}", axes if end == "kernel" else axes[1:])
@@ -133,7 +133,7 @@ MAXTEXT_MLP = maxtext_mlp()
 
 
 def maxtext_experts(block: str) -> Linen:
-    """Return the rows of a layer's experts in the submodule ``block`` of MaxText's layer."""
+    """Return the name-table rows for the experts that MaxText stores in submodule ``block`` of a layer."""
     axes = ("exp", "embed_moe", "mlp_moe")
     return {
         "layer.moe.experts.gate": (f"{block}/wi_0", axes),

@@ -184,7 +184,10 @@ def _add_checks(
             types = ", ".join(f"{jax.dtypes.result_type(array)}{list(np.shape(array))}" for array in arrays)
             raise ValueError(f"{name}: its function fails for {types}: {type(error).__name__}: {error}") from error
         if not splits(np.shape(value), shape):
-            raise ValueError(f"{name} is {list(shape)}, {' and '.join(sources)} give {list(np.shape(value))}")
+            raise ValueError(
+                f"{name} has shape {list(shape)}, but the value from {' and '.join(sources)} has shape "
+                f"{list(np.shape(value))}"
+            )
         return jnp.reshape(value, shape)
 
     return convert_with_checks

@@ -61,7 +61,10 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
             jnp.issubdtype(value.dtype, number_type) and jnp.issubdtype(current.dtype, number_type)
             for number_type in _KINDS
         ):
-            errors.append(f"{name} is {current.dtype}, {' and '.join(row.sources)} give {value.dtype}")
+            errors.append(
+                f"{name} has dtype {current.dtype}, but the value from {' and '.join(row.sources)} has dtype "
+                f"{value.dtype}"
+            )
         value = value.astype(current.dtype)
         values.append((path, variable.replace(jax.device_put(value, getattr(current, "sharding", None)))))
     check_faults(errors + unused(rows, linen_arrays), type(module).__name__)

@@ -335,7 +335,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"skip_special_tokens": False}, 400, "skip_special_tokens", "not supported"),
     ({"skip_special_tokens": 1}, 400, "skip_special_tokens", "not supported"),
     ({"stop_token_ids": [768]}, 400, "stop_token_ids", "767"),
-    ({"stop_token_ids": [1] * 16, "stop": "a"}, 400, "stop_token_ids", "17 is more than the maximum of 16"),
+    ({"stop_token_ids": [1] * 16, "stop": "a"}, 400, "stop_token_ids", "17 exceeds this server's maximum of 16"),
     ({"ignore_eos": True, "guided_regex": "a"}, 400, "ignore_eos", "guided_regex exclude each other"),
     ({"max_tokens": "5"}, 400, "max_tokens", "max_tokens must be an integer, not a string: write it without quotes"),
     ({"prompt": [5] * 256, "max_tokens": None}, 400, "prompt", "(256 tokens) leaves no room for an answer in 256"),

@@ -141,7 +141,7 @@ def test_symlinked_folder_is_followed_and_folder_of_symlinks_refused(tmp_path: P
     snapshot.mkdir()
     for file in (tmp_path / "real").iterdir():
         (snapshot / file.name).symlink_to(file)
-    with pytest.raises(nnxmoe.CheckpointError, match=r"snapshot.*config\.json.*is a link.*hub"):
+    with pytest.raises(nnxmoe.CheckpointError, match=r"snapshot.*config\.json.*is a symlink.*hub"):
         nnxmoe.save_pretrained(model_of(3), snapshot, overwrite=True)
     assert version_in(snapshot) == version_in(tmp_path / "real") == 2
 

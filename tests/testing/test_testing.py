@@ -286,7 +286,10 @@ def test_one_mapping_for_from_linen_and_the_kit() -> None:
     assert "layers/*/mlp/gate/kernel: its function of decoder/layers_*/mlp/wi/kernel cannot be inverted" in text
     short = mapping | {"layers/1/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :3])}
     text = difference(testing.assert_module_parity, model, module, short, TOKENS, **call)
-    assert "layers/1/mlp/up/kernel is [12, 20], decoder/layers_1/mlp/wi/kernel give [12, 3]" in text
+    assert (
+        "layers/1/mlp/up/kernel has shape [12, 20], but the value from decoder/layers_1/mlp/wi/kernel has shape [12, 3]"
+        in text
+    )
     del short["layers/1/mlp/up/kernel"], short["norm/scale"]
     text = difference(testing.assert_module_parity, model, module, short, TOKENS, **call)
     assert "norm/scale [12] has no row" in text and "decoder/decoder_norm/scale float32[12] has no NNX" in text
@@ -447,15 +450,15 @@ def test_every_fault_of_linen_parameters_is_listed() -> None:
     with pytest.raises(ValueError, match="does not convert this Linen tree to Blocks") as caught:
         testing.load_linen(module, variables, mapping)
     for fault in (
-        "blocks/0/up/kernel is [12, 20], block_0/fc1/kernel give [20, 12]",
-        "blocks/1/norm/scale is float32, block_1/ln/scale give int32",
+        "blocks/0/up/kernel has shape [12, 20], but the value from block_0/fc1/kernel has shape [20, 12]",
+        "blocks/1/norm/scale has dtype float32, but the value from block_1/ln/scale has dtype int32",
         "block_2/fc1/bias [20] of the tree is not used by any row",
     ):
         assert fault in str(caught.value), fault
     short = jax.tree.map(lambda a: a[:2], drawn(True))
     with pytest.raises(ValueError, match=r"blocks/fc1/bias \[2, 20\] does not have the 3 layers on axis 0"):
         testing.load_linen(module, short, rows_of(False, True))
-    with pytest.raises(ValueError, match=r"blocks/norm/scale is \[3, 12\], .* give \[2, 12\]"):
+    with pytest.raises(ValueError, match=r"blocks/norm/scale has shape \[3, 12\], .* has shape \[2, 12\]"):
         testing.load_linen(Blocks(True), {name: tree[name] for name in ("block_0", "block_1")}, rows_of(True, False))
     with pytest.raises(ValueError, match="has a shape but no values"):
         testing.load_linen(module, jax.eval_shape(lambda: drawn(False)), rows_of(False, False))

@@ -23,7 +23,7 @@ QUESTIONS = (
     "Write a function that squares a number.",
     "Tell me a story about a fox named Mia.",
 )
-SHADES = " ░▒▓█"  # shades for shares of 0, of up to 1, 2 and 3 times the uniform share, and of more
+SHADES = " ░▒▓█"  # Shade per share: zero; up to 1x, 2x and 3x the uniform share; above 3x.
 NEXT_COMMANDS = """try next:
   nnxmoe chat demo
   nnxmoe generate demo "Once upon a time"

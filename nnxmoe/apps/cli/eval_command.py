@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Evaluate a model with lm-evaluation-harness. Needs the extra eval."""
+    """Evaluate a model with lm-evaluation-harness. Requires the eval extra."""
     try:
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager

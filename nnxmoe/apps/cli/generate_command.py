@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="stop before this text; may be repeated",
     )
-    add("--json-schema", metavar="FILE", help="constrain the output to JSON of this schema (needs the extra serve)")
+    add("--json-schema", metavar="FILE", help="constrain the output to JSON of this schema (requires the serve extra)")
     group = parser.add_argument_group("print JSON lines (always on with --prompts)")
     add = group.add_argument
     add("--samples", type=count, default=1, metavar="N", help="samples of each prompt (default 1)")

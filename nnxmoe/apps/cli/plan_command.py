@@ -69,11 +69,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="device",
         choices=["cpu", "device"],
-        help="compile the step for the hardware of --on (needs the extra plan-gpu or plan-tpu), or for virtual CPUs",
+        help="compile the step for the hardware given by --on (requires the plan-gpu or plan-tpu extra); with 'cpu', "
+        "compile for virtual CPU devices instead",
     )
     for name, unit in RATES.items():
         add(f"--{name}", type=float, metavar="X", help=f"{name} of a device in {unit}, overriding the built-in value")
-    add("--plot", metavar="FILE.png", help="also plot the memory and the time (needs the extra notebooks)")
+    add("--plot", metavar="FILE.png", help="also plot the memory and the time (requires the notebooks extra)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -56,7 +56,7 @@ def model_id(model: str) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve a model over HTTP: the OpenAI API and a chat page. Needs the extra serve."""
+    """Serve a model over HTTP: the OpenAI API and a chat page. Requires the serve extra."""
     try:
         from nnxmoe.apps.serve import server
         from nnxmoe.apps.serve.settings import ServerSettings

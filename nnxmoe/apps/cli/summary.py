@@ -37,7 +37,7 @@ from nnxmoe.sharding_rules import RULES, check_mesh, partition_spec
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Sizes of a model.
+    """Parameter counts and byte sizes of a model, and how its files differ from it.
 
     Attributes:
         model: Abstract model. Includes multi-token prediction layers, which the sizes exclude.

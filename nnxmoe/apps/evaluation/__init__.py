@@ -1,1 +1,1 @@
-"""Evaluation with lm-evaluation-harness: ``nnxmoe eval``. Requires the extra ``eval``, but not torch."""
+"""Evaluation with lm-evaluation-harness: ``nnxmoe eval``. Requires the ``eval`` extra, but not torch."""

@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """Fraction of peak FLOP/s that whole training steps reach, or of peak bandwidth in decoding."""
+        """Fraction of peak FLOP/s achieved by a full training step, or of peak memory bandwidth in decoding."""
         if (efficiency := self.hardware.efficiency) is not None:
             return Efficiency(efficiency, efficiency, efficiency, "as given")
         return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train, self.work.compute)
@@ -145,7 +145,7 @@ class Plan:
         return printing.table(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Plot the bytes on one device as a bar chart. Requires matplotlib (the extra ``notebooks``)."""
+        """Plot the bytes on one device as a bar chart. Requires matplotlib (the ``notebooks`` extra)."""
         from nnxmoe import plot
 
         sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size > 1e-4 * self.memory}

@@ -1,1 +1,1 @@
-"""HTTP server for one model with the OpenAI API: ``nnxmoe serve``. Requires the extra ``serve``."""
+"""HTTP server for one model with the OpenAI API: ``nnxmoe serve``. Requires the ``serve`` extra."""

@@ -107,7 +107,7 @@ class Reply(Response):
         service, plan, num_samples = self._service, self._plan, len(self._samples)
         max_samples = service.thread.engine.slots + service.settings.queue
         if num_samples > max_samples:
-            raise Refused(400, f"{num_samples} samples are more than the maximum of {max_samples} on this server", "n")
+            raise Refused(400, f"{num_samples} samples exceed this server's maximum of {max_samples}", "n")
         if service.admitted + num_samples > max_samples:
             raise Refused(
                 429,

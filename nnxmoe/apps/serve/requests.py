@@ -295,5 +295,5 @@ def _sampling(request: BaseRequest, default: Sampling) -> Sampling:
 
 def _at_most(name: str, value: int | None, maximum: int) -> int | None:
     if value is not None and value > maximum:
-        raise Refused(400, f"{name}: {value} is more than the maximum of {maximum} on this server", name)
+        raise Refused(400, f"{name}: {value} exceeds this server's maximum of {maximum}", name)
     return value

@@ -47,7 +47,7 @@ def atomic_dir(
         replaced: Pattern of the file names that are replaced.
 
     Raises:
-        CheckpointError: (a ValueError) The folder cannot be written or replaced.
+        CheckpointError: If the folder cannot be written or replaced.
     """
     target = _target(folder)
     existing_names = _present(target, overwrite, replaced)
@@ -153,7 +153,7 @@ def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = M
     _refuse_both(target, names, replaced)
     checkpoint_names = [name for name in names if replaced.fullmatch(name)]
     if links := [name for name in checkpoint_names if (target / name).is_symlink()]:
-        raise CheckpointError(f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder")
+        raise CheckpointError(f"{target}: {some(links)} is a symlink, as in the hub's cache: save to a new folder")
     if folders := [name for name in checkpoint_names if (target / name).is_dir()]:
         raise CheckpointError(
             f"{target}: {some(folders)} is a folder, but a checkpoint has a file with this name: move the folder"
