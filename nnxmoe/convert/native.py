@@ -79,7 +79,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
             to True for scanned models.
 
     Raises:
-        CheckpointError: (a ValueError) The folder cannot be written, or the model does not fit its config.
+        CheckpointError: If the folder cannot be written, or the model does not fit its config.
     """
     from nnxmoe.convert.maxtext import orbax_folder
 
@@ -107,7 +107,7 @@ def load(
         strategy: Computation strategy of the model, including whether layers are scanned.
 
     Raises:
-        CheckpointError: (a ValueError) The folder cannot be read, or its arrays do not fit the config. The message
+        CheckpointError: If the folder cannot be read, or its arrays do not fit the config. The message
             lists the arrays.
     """
     folder_path, load_dtype = absolute_path(folder), float_dtype(dtype)

@@ -222,7 +222,8 @@ class Engine:
         No-op if there are no requests.
 
         Returns:
-            Events with the new ids of earlier steps, except the newest ``ahead`` steps.
+            Events with the token ids that earlier steps generated. While requests are running, the ``ahead`` most
+            recent steps are still in flight and are not included.
         """
         if self._rows is None:
             raise ValueError("the engine is closed")

@@ -182,7 +182,7 @@ def _append_drafts(history: History, drafts: Int[Array, "B K"]) -> History:
 def _process_logits(
     logits: Float[Array, "B V"], history: History, params: RowParams, options: StepOptions
 ) -> Float[Array, "B V"]:
-    """Apply biases, the minimum number of new ids, rules and the logits processor."""
+    """Apply logit biases, ``min_new_tokens``, the request's `Rules` and the logits processor."""
     row = jnp.arange(logits.shape[0])[:, None]
     scores = logits.at[row, params.biased].add(params.biases, mode="drop")
     too_early = history.new_count < params.min_new_tokens

@@ -8,7 +8,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import Table, W
 
-# The group of each layer in MaxText's parameter tree, and the shape of the axes along which the group is stacked.
+# Per layer: its group in MaxText's parameter tree, and the sizes of the group's stacking axes.
 Places = list[tuple[str, tuple[int, ...]]]
 
 
@@ -20,7 +20,7 @@ class LayerGroups:
     sparse: str = "layers"
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
-        """Return the group of each layer below ``decoder/``, and the shape of the group's layer axes.
+        """Return each layer's group below ``decoder/``, and the sizes of the group's stacking axes.
 
         Args:
             sparse: Whether each layer has experts.
@@ -140,7 +140,7 @@ class Family:
         return self.model.configs
 
     def hf_names(self, config: Any) -> Table:
-        """Return ``hf`` with the rows of ``hf_of_config`` for this config."""
+        """Return the name table ``hf`` extended with the rows that ``hf_of_config`` returns for this config."""
         return self.hf if self.hf_of_config is None else {**self.hf, **self.hf_of_config(config)}
 
 

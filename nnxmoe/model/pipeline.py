@@ -43,9 +43,9 @@ class Pipeline:
 
     Attributes:
         microbatches: Number of microbatches per batch, a multiple of the size of ``pipe``.
-        stages: The number of layers in the pipeline is a multiple of this number. The remaining layers are computed
-            after the pipeline. Defaults to the size of ``pipe``. To load checkpoints on meshes of several sizes, set
-            the largest size.
+        stages: Number of equal stages into which the layers can be split, a multiple of the size of ``pipe`` (the
+            default). Layers left over run after the pipeline. If a checkpoint must load on meshes with different
+            ``pipe`` sizes, set this to a common multiple of the sizes.
     """
 
     microbatches: int

@@ -227,8 +227,9 @@ class ChunkedExchange:
 
     Attributes:
         exchange: Exchange of a single chunk.
-        chunks: Number of chunks. Defaults to the smallest number that limits the buffer to eight times the balanced
-            load of all tokens. The default is 1 on axes with up to eight devices.
+        chunks: Number of chunks. Defaults to the smallest number for which the receive buffer is at most eight times
+            the size that perfectly balanced routing of all tokens would need (1 on axes with up to eight devices, and
+            if ``exchange`` has a buffer factor).
     """
 
     exchange: Exchange

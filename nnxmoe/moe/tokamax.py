@@ -18,7 +18,7 @@ from nnxmoe.runtime.extras import install_command
 
 
 def is_installed() -> bool:
-    """Return whether tokamax (the extra 'kernels') is installed, without importing it."""
+    """Return whether tokamax (the ``kernels`` extra) is installed, without importing it."""
     return importlib.util.find_spec("tokamax") is not None
 
 

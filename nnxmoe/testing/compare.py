@@ -17,7 +17,7 @@ Pair = tuple[Call, Call]
 
 
 class _Gap(NamedTuple):
-    """Largest difference of two arrays, relative to their largest magnitude or 1. Infinite for NaN."""
+    """Largest difference between two arrays, relative to their largest magnitude if it exceeds 1. Infinite for NaN."""
 
     error: float
     at: tuple[int, ...]
@@ -31,7 +31,7 @@ class _Gap(NamedTuple):
 
 
 def measure_gap(nnx_values: Any, linen_values: Any) -> _Gap:
-    """Compute the largest difference of two arrays."""
+    """Compute the largest difference between two arrays."""
     a, b = (np.asarray(x, np.float64) for x in (nnx_values, linen_values))
     if not a.size:
         return _Gap(0.0, (), 0.0, 0.0)
@@ -191,7 +191,7 @@ def _is_in(name: str, call: Call) -> bool:
 def compare_gradients(
     title: str, grads: list[tuple[Arrays, Arrays]], rows: Mapping[str, Row], calls: list[Call], tolerance: float
 ) -> float:
-    """Return the largest difference of the gradients.
+    """Return the largest difference between the two modules' gradients, as measured by `measure_gap`.
 
     Raises AssertionError with the largest difference and the difference nearest to the output.
     """

@@ -68,7 +68,7 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Convert the block to a call of `body` so that the block has its own scope."""
+        """Convert the block to a call to `body` so that the block has its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)

@@ -260,7 +260,11 @@ def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
 
 
 def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
-    """Round-trip ``extra`` through JSON. Raises a CheckpointError that names ``what`` if its value changes."""
+    """Round-trip ``extra`` through JSON.
+
+    Raises CheckpointError, with ``what`` in the message, if ``extra`` cannot be stored as JSON, if the
+    result differs from ``extra``, or if the JSON text is too long.
+    """
     values = dict(extra)
     try:
         text = json.dumps(values, allow_nan=False)

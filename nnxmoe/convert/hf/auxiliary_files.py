@@ -107,7 +107,7 @@ def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, 
         ignored, with a note. The fields are empty if the file is missing or unreadable.
 
     Raises:
-        CheckpointError: (a ValueError) A token id is not an integer.
+        CheckpointError: If a token id is not an integer.
     """
     if is_gguf(folder):
         gguf_fields, gguf_notes = gguf_config.generation_fields(GGUF.open(folder))

@@ -42,7 +42,7 @@ def compress_tensors(
         Tuple of the tensors and the ``quantization_config`` of config.json (None if no kernel is quantized).
 
     Raises:
-        CheckpointError: (a ValueError) The format cannot represent a kernel.
+        CheckpointError: If the format cannot represent a kernel.
     """
     formats = {(*kernel_ref.path, "codes"): kernel_ref.weight.format for kernel_ref in quantized_kernels(model)}
     is_fused = all(len(array.shape) == 3 for name, array in arrays.items() if name.endswith(".codes"))

@@ -85,8 +85,10 @@ def from_pretrained(
         expect: Expected class of the model, checked before the weights are read.
 
     Raises:
-        CheckpointError, ConfigError: (ValueErrors) The checkpoint or its config is invalid. The message names the file,
-            tensor or field. A LoadError lists the tensors that are missing or have a wrong shape.
+        CheckpointError, ConfigError: If the checkpoint or its config is invalid. Both are subclasses of ValueError, and
+            the message names the file, tensor or field.
+        LoadError: If tensors are missing or have a wrong shape. A subclass of CheckpointError. The message lists the
+            tensors.
     """
     dtype = float_dtype(dtype)
     check_quantize_options(quantize, keep_quantized)
@@ -188,7 +190,7 @@ def save_pretrained(
         dtype: Dtype of the saved weights. Defaults to the dtypes of the parameters.
 
     Raises:
-        CheckpointError: (a ValueError) The folder cannot be written, or the model does not fit its config.
+        CheckpointError: If the folder cannot be written, or the model does not fit its config.
     """
     try:
         shard_size = parse_bytes(max_shard_size)

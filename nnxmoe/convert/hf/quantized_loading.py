@@ -36,7 +36,7 @@ def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
         Arrays to load the model from. Quantized weights are replaced with their codes, scales and zero points.
 
     Raises:
-        CheckpointError: (a ValueError) The arrays of one kernel differ in quantization type, tile or zero points.
+        CheckpointError: If the arrays of one kernel differ in quantization type, tile or zero points.
     """
     result = dict(arrays)
     for kernel_ref, names in _names(model, arrays):

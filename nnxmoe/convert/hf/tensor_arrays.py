@@ -37,7 +37,7 @@ def tensor_arrays(
         checkpoint: Checkpoint to read from. If None, only headers are used and reading an array fails.
 
     Raises:
-        CheckpointError: (a ValueError) The quantization is not supported.
+        CheckpointError: If the quantization is not supported.
     """
     if checkpoint is not None and is_gguf(checkpoint.folder):
         return gguf_arrays(checkpoint)
@@ -56,7 +56,7 @@ def _quantised(
 ) -> dict[str, LazyArray]:
     """Return the lazy array of every quantized weight, by ``….weight`` or the name of a fused tensor.
 
-    A malformed weight has a ``fault`` and an empty shape.
+    If a weight is malformed, its ``fault`` is set to the error and its shape is ``()``.
     """
     weights: dict[str, LazyArray] = {}
     all_tensors = tensors | fp8.expert_scales(tensors) if scheme.method == "fp8" else tensors

@@ -43,7 +43,7 @@ def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: floa
         times: Factor on the query projections. See `DecoderConfig.query_scalar`.
 
     Raises:
-        ConfigError: (a ValueError) The family's table has no row for a parameter.
+        ConfigError: If the family's table has no row for a parameter.
     """
     family = family_of(model)
     stored_arrays, table = {} if arrays is None else arrays, family.hf_names(model.config)

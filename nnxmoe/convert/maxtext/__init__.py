@@ -114,8 +114,8 @@ def from_tree(
         dtype: Dtype of the parameters. Defaults to the dtype of the tree.
 
     Raises:
-        CheckpointError: (a ValueError) Arrays are missing, unexpected or misshapen. The message lists up to 20 arrays.
-        ValueError: ``tree`` is not a tree of arrays.
+        CheckpointError: If arrays are missing, unexpected or misshapen. The message lists up to 20 arrays.
+        ValueError: If ``tree`` is not a tree of arrays.
     """
     values, skipped = split_off_states(flatten_tree(tree))
     check_arrays(values)
@@ -185,7 +185,7 @@ def save(
         parameters_only: Whether to write only the parameters, directly to the folder, as MaxText does for inference.
 
     Raises:
-        CheckpointError: (a ValueError) The folder cannot be written, or MaxText does not support the model.
+        CheckpointError: If the folder cannot be written, or MaxText does not support the model.
     """
     refuse_config_mismatch(model)
     arrays = maxtext_arrays(model, scan_layers)
@@ -217,7 +217,7 @@ def load(
         strategy, mesh, dtype: See `from_tree`.
 
     Raises:
-        CheckpointError: (a ValueError) The checkpoint is damaged or does not fit the config.
+        CheckpointError: If the checkpoint is damaged or does not fit the config.
     """
     path = absolute_path(folder)
     if config is None and not os.path.lexists(path / "config.json"):

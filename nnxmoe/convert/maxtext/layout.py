@@ -72,7 +72,7 @@ def maxtext_layout(
         changes: Prefix of parameter keys -> change of the values.
 
     Raises:
-        CheckpointError: (a ValueError) MaxText does not support the model.
+        CheckpointError: If MaxText does not support the model.
     """
     config, maxtext = model.config, family_of(model).maxtext
     if not maxtext.table:

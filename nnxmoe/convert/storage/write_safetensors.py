@@ -60,7 +60,7 @@ def write_sharded(
         Paths of the weight files of all processes.
 
     Raises:
-        CheckpointError: (a ValueError) A file cannot be written.
+        CheckpointError: If a file cannot be written.
     """
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]

@@ -62,7 +62,7 @@ class RecordList:
         return "the list of records"
 
     def number(self, index: int) -> int:
-        """Return the index of a usable record among all records."""
+        """Map an index into the usable records to an index into all records."""
         return self._numbers[index]
 
     def where(self, index: int) -> str:
