@@ -84,9 +84,8 @@ def assert_module_parity(
             nnx_side = sides.NNXSide(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
             linen_side = sides.LinenSide(linen_module, linen_call, arguments)
             rows = linen_side.rows = compare_trees(title, nnx_module, nnx_side.params, linen_side.shapes, mapping)
-            (out, calls), (their_out, their_calls) = (
-                sides.run(s, nnx_side.params, arguments) for s in (nnx_side, linen_side)
-            )
+            out, calls = sides.run(nnx_side, nnx_side.params, arguments)
+            their_out, their_calls = sides.run(linen_side, nnx_side.params, arguments)
             pairs = pair_calls(rows, calls, their_calls)
             try:
                 worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)

@@ -447,7 +447,7 @@ def test_rules_of_several_mesh_axes() -> None:
     assert partition_spec(("embed",), (64,), abstract_mesh({"expert": 2}), rules) == spec("expert")
     with pytest.raises(ValueError, match="fsdp x expert of size 8 does not divide 'embed' of size 12"):
         partition_spec(("embed",), (12,), mesh, rules)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="same mesh axis"):
         partition_spec(("embed", "q_rank"), (64, 64), mesh, {**rules, "embed": "fsdp", "q_rank": "fsdp"})
 
 

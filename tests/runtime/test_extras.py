@@ -34,7 +34,7 @@ def test_every_extra_named_in_a_message_exists() -> None:
     declared = set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "nnxmoe").rglob("*.py"))
     named = set(re.findall(r"""install_command\(["']([\w-]+)["']\)""", sources))
-    assert named >= {"serve", "gguf", "eval", "notebooks", "kernels", "cuda"} and named <= declared
+    assert named >= {"serve", "gguf", "eval", "notebooks", "kernels", "cuda13"} and named <= declared
     assert "install 'nnxmoe[" not in sources and "install nnxmoe[" not in sources
 
 
