@@ -33,7 +33,6 @@ autosummary_generate = True
 autosummary_imported_members = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_class_signature = "separated"  # dataclasses that check their arguments have a generic `__new__`
 autodoc_preserve_defaults = True
 autodoc_typehints_description_target = "documented"
 autodoc_default_options = {"members": True, "show-inheritance": True}

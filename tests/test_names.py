@@ -28,7 +28,7 @@ MODULES += list((ROOT / "models").glob("**/*.py"))
 OTHER = {
     "families/palmoe.py",
     *("PretrainedConfig", "SamplingParams", "dense_matmul", "gmm", "param_scan_axis", "fused_qkv", "fused_mlp"),
-    *("padding_idx", "ShardByJaxProcess", "einops", "rearrange", "switch"),
+    *("padding_idx", "ShardByJaxProcess", "einops", "rearrange", "switch", "jax_num_cpu_devices", "m3"),
 }
 
 

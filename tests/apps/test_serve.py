@@ -359,7 +359,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"prompt": [1.5]}, 400, "prompt", "prompt[0] must be an integer, a string or a list"),
     ({"prompt": [768]}, 400, "prompt", "767"),
     ({"prompt": ["a"] * 129}, 400, "prompt", "128"),
-    ({"prompt": ["a"] * 9}, 400, "n", "8 on this server"),
+    ({"prompt": ["a"] * 9}, 400, "n", "maximum of 8"),
     ({"stop": [""]}, 400, "stop", "0 characters"),
     ({"stop": ["a"] * 17}, 400, "stop", "16"),
     ({"stop": "a" * 257}, 400, "stop", "256"),

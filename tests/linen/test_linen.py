@@ -884,7 +884,7 @@ def test_faults_of_mappings_are_listed() -> None:
     assert "ln_f/scale [24] of the tree is not used by any row" in text
     assert "layers/7/mlp/gate/kernel of the mapping is not a parameter of this model" in text
     square = model.config.num_attention_heads * model.config.head_dim == model.config.hidden_size
-    assert square or re.search(r"layers/\*/attention/o/kernel is .* \(2 layers\)", text)
+    assert square or re.search(r"layers/\*/attention/o/kernel has shape .* \(2 layers\)", text)
 
 
 @pytest.mark.wrong_types

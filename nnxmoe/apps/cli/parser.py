@@ -48,7 +48,7 @@ _COMMANDS = {
 _DESCRIPTION = "Mixture-of-experts language models in JAX. Families, by the model_type of their config.json: "
 _DEVICES = re.compile(r"--(device|gpu|cuda|cpu|tpu|n-gpu|num-gpu|ngl|tensor-parallel|tp)\b")
 _NO_DEVICES = (
-    f"; JAX selects the device: install with {install_command('cuda13')} (or tpu), set JAX_PLATFORMS=cpu (or cuda, tpu) "
+    f"; JAX selects the device: use {install_command('cuda13')} (or tpu), set JAX_PLATFORMS=cpu (or cuda, tpu) "
     "to force a platform, and use --mesh tensor=8 for 8 devices"
 )
 

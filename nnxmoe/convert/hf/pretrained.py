@@ -85,10 +85,8 @@ def from_pretrained(
         expect: Expected class of the model, checked before the weights are read.
 
     Raises:
-        CheckpointError, ConfigError: If the checkpoint or its config is invalid. Both are subclasses of ValueError, and
-            the message names the file, tensor or field.
-        LoadError: If tensors are missing or have a wrong shape. A subclass of CheckpointError. The message lists the
-            tensors.
+        CheckpointError, ConfigError: If the checkpoint or its config is invalid. Both are ValueErrors.
+        LoadError: If tensors are missing or have a wrong shape. A subclass of CheckpointError.
     """
     dtype = float_dtype(dtype)
     check_quantize_options(quantize, keep_quantized)
