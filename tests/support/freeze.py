@@ -1,4 +1,4 @@
-"""Writes ``tests/data/families`` with a live transformers: ``python -m tests.support.freeze [FAMILY…]``."""
+"""Adds outputs of transformers to ``tests/data/families``: ``python -m tests.support.freeze [FAMILY…]``."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def frozen(kind: str) -> tuple[dict[str, np.ndarray], Weights]:
 
 
 def freeze(kind: str) -> None:
-    """Writes the case of a family: its config, names and shapes as JSON, and the outputs as safetensors."""
+    """Writes the case of a family: its stored config, names and shapes as JSON, and the outputs as safetensors."""
     arrays, weights = frozen(kind)
     FOLDER.mkdir(exist_ok=True)
     save_file(arrays, FOLDER / f"{kind}.safetensors")
