@@ -124,6 +124,27 @@ def fused(weights: Weights) -> Weights:
 # Random configurations, for the config classes of transformers
 
 
+_WINDOWED = "full_attention", "sliding_attention"
+_MLPS = "dense", "sparse", "sparse"
+
+
+def _kinds(rng: random.Random, layers: int, *kinds: str) -> list[str]:
+    return [rng.choice(kinds) for _ in range(layers)]
+
+
+def _experts(rng: random.Random, experts: int, name: str = "num_experts") -> Fields:
+    return {name: experts, "num_experts_per_tok": rng.choice([1, 2, 3, experts])}
+
+
+def _groups(rng: random.Random) -> Fields:
+    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
+    return {"n_routed_experts": experts, "n_group": groups, "topk_group": kept}
+
+
+def _without(fields: Fields, *names: str) -> Fields:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 def _common(rng: random.Random, layers: int) -> Fields:
     return {
         "vocab_size": rng.choice([48, 64, 97]),
@@ -159,15 +180,12 @@ def _windows(rng: random.Random, layers: int) -> Fields:
     fields = {"use_sliding_window": True, "sliding_window": rng.choice([2, 3, 5, 8])}
     if rng.random() < 0.5:
         return fields | {"max_window_layers": rng.randrange(layers)}
-    kinds = ["full_attention", "sliding_attention"]
-    return fields | {"layer_types": [rng.choice(kinds) for _ in range(layers)]}
+    return fields | {"layer_types": _kinds(rng, layers, *_WINDOWED)}
 
 
 def _qwen2(rng: random.Random) -> Fields:
     layers = rng.choice([2, 3])
-    fields = _grouped(rng, layers) | _windows(rng, layers)
-    del fields["head_dim"]
-    return fields
+    return _without(_grouped(rng, layers) | _windows(rng, layers), "head_dim")
 
 
 def _qwen3(rng: random.Random) -> Fields:
@@ -184,22 +202,18 @@ def _qwen3_moe(rng: random.Random) -> Fields:
         "decoder_sparse_step": rng.choice([1, 1, 2]),
         "mlp_only_layers": rng.choice([None, [], [0], [1]]),
         "moe_intermediate_size": rng.choice([12, 20]),
-        "num_experts": experts,
-        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        **_experts(rng, experts),
         "norm_topk_prob": rng.random() < 0.5,
         "output_router_logits": False,
     }
 
 
 def _qwen2_moe(rng: random.Random) -> Fields:
-    fields = _qwen3_moe(rng) | {
+    return _without(_qwen3_moe(rng), "head_dim", "attention_bias") | {
         "qkv_bias": rng.random() < 0.7,
         "use_sliding_window": False,
         "shared_expert_intermediate_size": rng.choice([16, 28]),
     }
-    for name in ("head_dim", "attention_bias"):
-        del fields[name]
-    return fields
 
 
 def _hybrid(rng: random.Random) -> Fields:
@@ -224,14 +238,11 @@ def _hybrid(rng: random.Random) -> Fields:
 
 def _hybrid_moe(rng: random.Random) -> Fields:
     experts = rng.choice([4, 6, 8])
-    fields = _hybrid(rng) | {
+    return _without(_hybrid(rng), "intermediate_size") | {
         "moe_intermediate_size": rng.choice([12, 20]),
         "shared_expert_intermediate_size": rng.choice([16, 28]),
-        "num_experts": experts,
-        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        **_experts(rng, experts),
     }
-    del fields["intermediate_size"]
-    return fields
 
 
 def _qwen3_next(rng: random.Random) -> Fields:
@@ -245,23 +256,21 @@ def _qwen3_next(rng: random.Random) -> Fields:
 
 def _two_ropes(rng: random.Random, layers: int, *factors: float) -> Fields:
     """Layers of both types, and a rope object for each."""
-    kinds = ["full_attention", "sliding_attention"]
-    thetas = {kind: {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0, 1e4])} for kind in kinds}
+    thetas = {kind: {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0, 1e4])} for kind in _WINDOWED}
     for rope in thetas.values():
         rope["partial_rotary_factor"] = rng.choice(factors)
     if rng.random() < 0.3:
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
         thetas["full_attention"] |= yarn
     return {
-        "layer_types": [*kinds, *(rng.choice(kinds) for _ in range(layers - 2))],
+        "layer_types": [*_WINDOWED, *_kinds(rng, layers - 2, *_WINDOWED)],
         "sliding_window": rng.choice([3, 5]),
         "rope_parameters": thetas,
     }
 
 
 def _mimo_v2_flash(rng: random.Random) -> Fields:
-    layers = rng.choice([2, 3, 4])
-    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
+    layers, groups = rng.choice([2, 3, 4]), _groups(rng)
     return (
         _grouped(rng, layers)
         | _two_ropes(rng, layers, 0.334, 0.5, 1.0)
@@ -273,13 +282,11 @@ def _mimo_v2_flash(rng: random.Random) -> Fields:
             "attention_bias": rng.random() < 0.5,
             "attention_value_scale": rng.choice([0.707, None, 1.5]),
             "moe_intermediate_size": rng.choice([12, 20]),
-            "n_routed_experts": experts,
-            "n_group": groups,
-            "topk_group": kept,
+            **groups,
             "num_experts_per_tok": rng.choice([1, 2, 3]),
             "norm_topk_prob": rng.random() < 0.7,
             "routed_scaling_factor": rng.choice([1.0, 2.5]),
-            "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+            "mlp_layer_types": rng.choice([None, _kinds(rng, layers, "dense", "sparse")]),
         }
     )
 
@@ -298,11 +305,10 @@ def _laguna(rng: random.Random) -> Fields:
             "gating": rng.choice([True, "per-head", "per-element"]),
             "moe_intermediate_size": rng.choice([12, 20]),
             "shared_expert_intermediate_size": rng.choice([12, 20]),
-            "num_experts": experts,
-            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            **_experts(rng, experts),
             "moe_routed_scaling_factor": rng.choice([1.0, 2.5]),
             "moe_router_logit_softcapping": rng.choice([0.0, 1.5]),
-            "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+            "mlp_layer_types": rng.choice([None, _kinds(rng, layers, "dense", "sparse")]),
         }
     )
 
@@ -310,8 +316,8 @@ def _laguna(rng: random.Random) -> Fields:
 def _step3p5(rng: random.Random) -> Fields:
     layers, experts = rng.choice([2, 3, 4]), rng.choice([5, 8])
     limits = [rng.choice([None, 0.0, 0.3, 1.5]) for _ in range(layers)]
-    fields = (
-        _grouped(rng, layers)
+    return (
+        _without(_grouped(rng, layers), "tie_word_embeddings")
         | _two_ropes(rng, layers, 0.5, 1.0)
         | {
             "num_key_value_heads": 2,
@@ -324,35 +330,31 @@ def _step3p5(rng: random.Random) -> Fields:
             "moe_intermediate_size": rng.choice([12, 20]),
             "share_expert_dim": rng.choice([12, 20]),
             "n_routed_experts": experts,
-            "num_local_experts": experts,
-            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            **_experts(rng, experts, "num_local_experts"),
             "moe_router_scaling_factor": rng.choice([1.0, 2.5]),
-            "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+            "mlp_layer_types": rng.choice([None, _kinds(rng, layers, "dense", "sparse")]),
             "swiglu_limits": rng.choice([None, limits]),
             "swiglu_limits_shared": rng.choice([None, limits[::-1]]),
         }
     )
-    del fields["tie_word_embeddings"]
-    return fields
 
 
 def _minimax_m3(rng: random.Random) -> Fields:
     layers, experts, kv_heads = rng.choice([2, 3, 4]), rng.choice([5, 8]), rng.choice([1, 2, 4])
     kinds, chosen = ["minimax_m3_sparse", "full_attention"], rng.choice([1, 2, 3])
     rope = {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0])}
-    fields = _grouped(rng, layers) | {
+    return _without(_grouped(rng, layers), "tie_word_embeddings") | {
         "num_key_value_heads": kv_heads,
         "num_attention_heads": 4,
         "head_dim": 8,
         "dense_intermediate_size": rng.choice([20, 28]),
         "shared_intermediate_size": rng.choice([12, 20]),
-        "num_local_experts": experts,
-        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        **_experts(rng, experts, "num_local_experts"),
         "routed_scaling_factor": rng.choice([1.0, 2.5]),
         "swiglu_alpha": rng.choice([1.0, 1.702]),
         "swiglu_limit": rng.choice([0.5, 7.0]),
-        "layer_types": [kinds[0], *(rng.choice(kinds) for _ in range(layers - 1))],
-        "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+        "layer_types": [kinds[0], *_kinds(rng, layers - 1, *kinds)],
+        "mlp_layer_types": rng.choice([None, _kinds(rng, layers, "dense", "sparse")]),
         "index_n_heads": rng.choice([1, 2, 4]),
         "index_head_dim": rng.choice([8, 12]),
         "index_block_size": rng.choice([1, 2, 3, 4]),
@@ -360,22 +362,18 @@ def _minimax_m3(rng: random.Random) -> Fields:
         "index_local_blocks": rng.choice([0, 1, chosen]),
         "rope_parameters": rope | {"partial_rotary_factor": rng.choice([0.5, 1.0])},
     }
-    del fields["tie_word_embeddings"]
-    return fields
 
 
 def _kimi_hybrid(rng: random.Random) -> Fields:
-    fields = _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
-    for name in ("rope_interleave", "rope_parameters", "rope_theta", "layer_types", "tie_word_embeddings"):
-        fields.pop(name, None)
+    fields = _without(_latent(rng), "rope_interleave", "rope_parameters", "tie_word_embeddings")
     fields["num_local_experts"] = fields.pop("n_routed_experts")
+    fields |= {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
     return fields | {"num_mtp_layers": 0, "pad_token_id": 0}
 
 
 def _kimi_linear(rng: random.Random) -> Fields:
-    fields = _kimi_hybrid(rng)
-    del fields["num_mtp_layers"]
-    kinds = [rng.choice(["full_attention", "linear_attention"]) for _ in range(fields["num_hidden_layers"])]
+    fields = _without(_kimi_hybrid(rng), "num_mtp_layers")
+    kinds = _kinds(rng, fields["num_hidden_layers"], "full_attention", "linear_attention")
     kinds[rng.randrange(len(kinds))] = "full_attention"  # without any transformers has no generation
     return fields | {
         "linear_head_dim": rng.choice([4, 6]),
@@ -386,16 +384,15 @@ def _kimi_linear(rng: random.Random) -> Fields:
 
 
 def _glm5_next_text(rng: random.Random) -> Fields:
-    fields = _kimi_hybrid(rng) | {"n_routed_experts": rng.choice([8, 12]), "n_group": 1, "topk_group": 1}
-    for name in ("num_local_experts", "first_k_dense_replace"):
-        del fields[name]
+    fields = _without(_kimi_hybrid(rng), "num_local_experts", "first_k_dense_replace")
+    fields |= {"n_routed_experts": rng.choice([8, 12]), "n_group": 1, "topk_group": 1}
     layers, pool = rng.choice([2, 3, 4]), rng.choice([2, 3, 4])
-    kinds = [rng.choice(["indexed_attention", "linear_attention"]) for _ in range(layers)]
+    kinds = _kinds(rng, layers, "indexed_attention", "linear_attention")
     kinds[rng.randrange(layers)] = "indexed_attention"
     return fields | {
         "num_hidden_layers": layers,
         "layer_types": kinds,
-        "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)],
+        "mlp_layer_types": _kinds(rng, layers, "dense", "sparse"),
         "q_lora_rank": 12,
         "qk_rope_head_dim": 0,
         "index_n_heads": rng.choice([24, 32]),
@@ -414,7 +411,7 @@ def _glm5_next_text(rng: random.Random) -> Fields:
 
 def _nemotron_h(rng: random.Random) -> Fields:
     """Each kind of part at least once, in any order, mostly with experts."""
-    fields = {k: v for k, v in _grouped(rng, 2).items() if k not in ("rope_parameters", "num_hidden_layers")}
+    fields = _without(_grouped(rng, 2), "rope_parameters", "num_hidden_layers")
     fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
     kinds = ["linear_attention", "full_attention", "mlp", *(["moe"] if rng.random() < 0.8 else [])]
     kinds += rng.choices(kinds, k=rng.choice([0, 1, 2, 3]))
@@ -459,19 +456,15 @@ def _bailing_hybrid(rng: random.Random) -> Fields:
 
 def _olmoe(rng: random.Random) -> Fields:
     experts = rng.choice([4, 6, 8])
-    fields = _grouped(rng, rng.choice([2, 3])) | {
+    return _without(_grouped(rng, rng.choice([2, 3])), "head_dim") | {
         "attention_bias": rng.random() < 0.5,
-        "num_experts": experts,
-        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        **_experts(rng, experts),
         "norm_topk_prob": rng.random() < 0.5,
     }
-    del fields["head_dim"]
-    return fields
 
 
 def _latent(rng: random.Random) -> Fields:
-    layers, heads = rng.choice([2, 3]), rng.choice([2, 4, 5])
-    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
+    layers, heads, groups = rng.choice([2, 3]), rng.choice([2, 4, 5]), _groups(rng)
     fields = _common(rng, layers) | {
         "moe_intermediate_size": rng.choice([12, 20]),
         "num_attention_heads": heads,
@@ -483,9 +476,7 @@ def _latent(rng: random.Random) -> Fields:
         "v_head_dim": rng.choice([6, 12]),
         "rope_interleave": True,
         "attention_bias": rng.random() < 0.5,
-        "n_routed_experts": experts,
-        "n_group": groups,
-        "topk_group": kept,
+        **groups,
         "num_experts_per_tok": rng.choice([1, 2, 3]),
         "n_shared_experts": rng.choice([1, 2]),
         "norm_topk_prob": rng.random() < 0.7,
@@ -502,13 +493,12 @@ def _kimi(rng: random.Random) -> Fields:
 
 def _glm_lite(rng: random.Random) -> Fields:
     fields = _latent(rng)
-    kinds = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(fields["num_hidden_layers"])]
-    return fields | {"mlp_layer_types": rng.choice([None, kinds])}
+    return fields | {"mlp_layer_types": rng.choice([None, _kinds(rng, fields["num_hidden_layers"], *_MLPS)])}
 
 
 def _deepseek_v32(rng: random.Random) -> Fields:
     """Fewer keys per query than tokens, and enough heads in the indexer that few scores are zero."""
-    fields = _glm_lite(rng) | {
+    return _without(_glm_lite(rng), "rope_interleave") | {
         "q_lora_rank": rng.choice([12, 24]),
         "first_k_dense_replace": rng.choice([0, 1, 2]),
         "index_topk": rng.choice([1, 3, 6, 11, 40]),
@@ -516,14 +506,12 @@ def _deepseek_v32(rng: random.Random) -> Fields:
         # So many that no key has a score of exactly 0, where any choice between several is right.
         "index_n_heads": rng.choice([24, 27]),
     }
-    del fields["rope_interleave"]
-    return fields
 
 
 def _deepseek_v4(rng: random.Random) -> Fields:
     """Windows, entries and chosen entries that are fewer than the tokens, and all kinds of layers."""
     layers = rng.choice([3, 4, 5])
-    fields = _common(rng, layers) | {
+    return _without(_common(rng, layers), "intermediate_size") | {
         "num_attention_heads": (heads := rng.choice([4, 8])),
         "head_dim": rng.choice([16, 24]),
         "partial_rotary_factor": rng.choice([0.25, 0.5]),
@@ -535,8 +523,8 @@ def _deepseek_v4(rng: random.Random) -> Fields:
         "index_topk": rng.choice([1, 2, 3, 40]),
         "sliding_window": rng.choice([2, 4, 7, 30]),  # of 1, transformers keeps all
         "compress_rates": {V4_SPARSE: rng.choice([1, 2, 3, 4]), V4_HEAVY: rng.choice([2, 5, 7, 40])},
-        "layer_types": [rng.choice(["sliding_attention", V4_SPARSE, V4_SPARSE, V4_HEAVY]) for _ in range(layers)],
-        "mlp_layer_types": [rng.choice(["hash_moe", "moe"]) for _ in range(layers)],
+        "layer_types": _kinds(rng, layers, "sliding_attention", V4_SPARSE, V4_SPARSE, V4_HEAVY),
+        "mlp_layer_types": _kinds(rng, layers, "hash_moe", "moe"),
         "hc_mult": rng.choice([1, 2, 3, 4]),
         "hc_sinkhorn_iters": rng.choice([1, 2, 20]),
         "hc_eps": rng.choice([1e-6, 1e-2]),
@@ -546,20 +534,18 @@ def _deepseek_v4(rng: random.Random) -> Fields:
         "routed_scaling_factor": rng.choice([1.0, 1.5]),
         "swiglu_limit": rng.choice([0.5, 10.0]),
     }
-    del fields["intermediate_size"]
-    return fields
 
 
 def _glm_moe_dsa(rng: random.Random) -> Fields:
     fields = _deepseek_v32(rng) | {"num_hidden_layers": (layers := rng.choice([3, 4])), "mlp_layer_types": None}
-    kinds = ["full", *(rng.choice(["full", "shared", "shared"]) for _ in range(layers - 1))]
+    kinds = ["full", *_kinds(rng, layers - 1, "full", "shared", "shared")]
     pattern = "".join(kind[0].upper() for kind in kinds)
     shared = [{}, {"indexer_types": kinds}, {"index_topk_pattern": pattern}]
     return fields | rng.choice([*shared, {"index_topk_freq": 2, "index_skip_topk_offset": rng.choice([1, 2, 3])}])
 
 
 def _deepseek_v2(rng: random.Random) -> Fields:
-    fields = _latent(rng) | {
+    fields = _without(_latent(rng), "rope_interleave") | {
         "num_attention_heads": (heads := rng.choice([2, 4])),
         "num_key_value_heads": heads,
         "kv_lora_rank": rng.choice([8, 18]),  # transformers 5.23 raises for odd ranks: it views pairs at this stride
@@ -569,7 +555,6 @@ def _deepseek_v2(rng: random.Random) -> Fields:
     }
     if fields["topk_method"] == "greedy":
         fields |= rng.choice([{}, {"n_group": None, "topk_group": None}])
-    del fields["rope_interleave"]
     return fields
 
 
@@ -580,13 +565,9 @@ def _rotated(rng: random.Random) -> Fields:
 
 
 def _routed(rng: random.Random) -> Fields:
-    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
-    return {
+    return _groups(rng) | {
         "moe_intermediate_size": rng.choice([12, 20]),
         "attention_bias": rng.random() < 0.7,
-        "n_routed_experts": experts,
-        "n_group": groups,
-        "topk_group": kept,
         "num_experts_per_tok": rng.choice([1, 2, 3]),
         "n_shared_experts": rng.choice([1, 2]),
         "norm_topk_prob": rng.random() < 0.7,
@@ -601,7 +582,7 @@ def _glm4_moe(rng: random.Random) -> Fields:
 
 def _dots1(rng: random.Random) -> Fields:
     layers = rng.choice([2, 3])
-    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    kinds = _kinds(rng, layers, *_WINDOWED)
     windows = [
         {"sliding_window": None},
         {"sliding_window": rng.choice([2, 5]), "max_window_layers": rng.randrange(layers + 1)},
@@ -620,19 +601,17 @@ def _minimax_m2(rng: random.Random) -> Fields:
     if rng.random() < 0.5:
         fields["rotary_dim"] = int(fields["head_dim"] * fields.pop("partial_rotary_factor"))
     experts = rng.choice([4, 6, 8])
-    return fields | {"num_local_experts": experts, "num_experts_per_tok": rng.choice([1, 2, 3, experts])}
+    return fields | _experts(rng, experts, "num_local_experts")
 
 
 def _hy_v3(rng: random.Random) -> Fields:
     layers = rng.choice([2, 3])
-    kinds = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(layers)]
-    experts = rng.choice([4, 6, 8])
+    kinds, experts = _kinds(rng, layers, *_MLPS), rng.choice([4, 6, 8])
     return _grouped(rng, layers) | {
         "attention_bias": rng.random() < 0.7,
         "mlp_layer_types": rng.choice([None, kinds]),
         "moe_intermediate_size": rng.choice([12, 20]),
-        "num_experts": experts,
-        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        **_experts(rng, experts),
         "num_shared_experts": rng.choice([1, 2]),
         "router_scaling_factor": rng.choice([1.0, 1.8, 2.826]),
         "enable_moe_fp32_combine": rng.random() < 0.5,
@@ -663,7 +642,7 @@ def _gemma4_text(rng: random.Random) -> Fields:
         "num_global_key_value_heads": rng.choice([None, 1, 2]),
         "attention_bias": rng.random() < 0.3,
         "sliding_window": rng.choice([2, 5, 8]),
-        "layer_types": [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers - 1)],
+        "layer_types": _kinds(rng, layers - 1, *_WINDOWED),
         "final_logit_softcapping": rng.choice([None, 3.0, 30.0]),
         "hidden_size_per_layer_input": 0,
         "rope_parameters": {
@@ -701,7 +680,7 @@ def _mistral4(rng: random.Random) -> Fields:
 
 def _ernie4_5_moe(rng: random.Random) -> Fields:
     layers, experts = rng.choice([2, 3, 4]), rng.choice([5, 8])
-    fields = _grouped(rng, layers) | {
+    return _without(_grouped(rng, layers), "head_dim") | {
         "moe_intermediate_size": rng.choice([12, 20]),
         "moe_num_experts": experts,
         "moe_k": rng.choice([1, 2, 3, experts]),
@@ -711,17 +690,15 @@ def _ernie4_5_moe(rng: random.Random) -> Fields:
         "moe_layer_interval": rng.choice([1, 1, 2]),
         "moe_norm_min": rng.choice([1e-12, 0.3]),
     }
-    del fields["head_dim"]
-    return fields
 
 
 def _exaone_moe(rng: random.Random) -> Fields:
     layers = rng.choice([2, 3, 4])
-    fields = _grouped(rng, layers) | {k: v for k, v in _routed(rng).items() if k != "attention_bias"}
+    fields = _grouped(rng, layers) | _without(_routed(rng), "attention_bias")
     for name in ("n_routed_experts", "n_shared_experts"):
         fields[name.replace("n_routed", "num").replace("n_shared", "num_shared")] = fields.pop(name)
-    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    mlps = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(layers)]
+    kinds = _kinds(rng, layers, *_WINDOWED)
+    mlps = _kinds(rng, layers, *_MLPS)
     windows = [
         {"sliding_window": rng.choice([2, 5]), "layer_types": kinds},
         {"sliding_window": rng.choice([3, 8]), "sliding_window_pattern": rng.choice([1, 2, 3])},
@@ -732,11 +709,10 @@ def _exaone_moe(rng: random.Random) -> Fields:
 
 def _mellum(rng: random.Random) -> Fields:
     layers = rng.choice([2, 3, 4])
-    fields = {k: v for k, v in _qwen3_moe(rng).items() if k not in ("decoder_sparse_step", "mlp_only_layers")}
-    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    mlps = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(layers)]
+    fields = _without(_qwen3_moe(rng), "decoder_sparse_step", "mlp_only_layers", "use_sliding_window")
+    kinds = _kinds(rng, layers, *_WINDOWED)
+    mlps = _kinds(rng, layers, *_MLPS)
     other = {"rope_type": "default", "rope_theta": rng.choice([37.5, 1e4])}
-    del fields["use_sliding_window"]
     return fields | {
         "num_hidden_layers": layers,
         "layer_types": rng.choice([None, kinds, kinds]),
@@ -747,7 +723,7 @@ def _mellum(rng: random.Random) -> Fields:
 
 def _afmoe(rng: random.Random) -> Fields:
     layers, experts = rng.choice([2, 3, 4]), rng.choice([4, 6, 8])
-    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    kinds = _kinds(rng, layers, *_WINDOWED)
     windows = [{"layer_types": kinds}, {"global_attn_every_n_layers": rng.choice([1, 2, 3])}]
     return (
         _grouped(rng, layers)
@@ -758,8 +734,7 @@ def _afmoe(rng: random.Random) -> Fields:
             "mup_enabled": rng.random() < 0.5,
             "num_dense_layers": rng.choice([0, 1, 1, 2]),
             "moe_intermediate_size": rng.choice([12, 20]),
-            "num_experts": experts,
-            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            **_experts(rng, experts),
             "num_shared_experts": rng.choice([1, 2]),
             "route_scale": rng.choice([1.0, 1.8, 2.826]),
         }
