@@ -1,7 +1,6 @@
 """MaxText's Linen layout, read and written, against logits, gradients and files computed by MaxText."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.conversion import detect_format
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.maxtext import layout
@@ -172,19 +170,6 @@ def test_scanned_biases_of_routers_are_those_of_any_release(tmp_path: Path) -> N
         assert np.array_equal(again.stacks[1].layers[0].moe.router.bias[...], found[since][0]), without
     trained = maxtext.from_tree(nested(found | {since: found[since] + 1}), config)  # as MaxText reads both
     assert np.array_equal(trained.stacks[1].layers[0].moe.router.bias[...], found[since][0] + 1)
-
-
-def test_boxes_of_reshaped_arrays() -> None:
-    """Of dimensions that are merged and split, with sizes of 1 among them, are those of NumPy's."""
-    rng = np.random.default_rng(0)
-    shapes = [(24,), (4, 6), (2, 3, 4), (1, 6, 2, 2), (3, 8, 1), (12, 1, 2)]
-    for one, other in itertools.product(shapes, repeat=2):
-        array = np.arange(24).reshape(one)
-        reshaped, wanted = LazyArray.from_array(array).reshape(other), array.reshape(other)
-        for _ in range(20):
-            ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in other]
-            box = tuple(slice(int(low), int(high)) for low, high in ends)
-            assert np.array_equal(reshaped.read_box(box, np.empty), wanted[box]), (one, other, box)
 
 
 def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:

@@ -1,0 +1,107 @@
+"""Lazy arrays: chains of operations, read one box at a time, give the values of NumPy's operations."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnxmoe.convert.arrays.lazy_array import LazyArray, merge_columns
+
+Pair = tuple[LazyArray, np.ndarray]  # a lazy array and the values that it must read
+
+
+@st.composite
+def shapes_of(draw: Any, size: int) -> tuple[int, ...]:
+    """Shapes with ``size`` values, with dimensions of size 1 among them."""
+    shape = [1] * draw(st.integers(0, 2))
+    while size > 1 or not shape:
+        shape.append(draw(st.sampled_from([factor for factor in range(1, size + 1) if size % factor == 0])))
+        size //= shape[-1]
+    return tuple(draw(st.permutations(shape)))
+
+
+def ranges(size: int) -> st.SearchStrategy[range]:
+    """Non-empty ranges of indices with positive steps."""
+    return st.builds(range, st.integers(0, size - 1), st.just(size), st.integers(1, 3))
+
+
+@st.composite
+def changed(draw: Any, pair: Pair) -> Pair:
+    """Apply one drawn operation to a lazy array and the same operation to its values."""
+    lazy, values = pair
+    match draw(st.sampled_from(["reshape", "transpose", "swap", "take", "map", "map_blocks", "map_whole", "merge"])):
+        case "reshape":
+            shape = draw(shapes_of(values.size))
+            return lazy.reshape(shape), values.reshape(shape)
+        case "transpose":
+            order = tuple(draw(st.permutations(range(values.ndim))))
+            return lazy.transpose(order), values.transpose(order)
+        case "swap":
+            return lazy.swap_leading_axes(), values.swapaxes(0, 1) if values.ndim > 1 else values
+        case "take":
+            axis = draw(st.integers(-values.ndim, values.ndim - 1))
+            size = values.shape[axis]
+            index = draw(ranges(size) | st.lists(st.integers(0, size - 1), min_size=1, max_size=5))
+            return lazy.take(index, axis), np.take(values, index, axis)
+        case "map":
+            return lazy.map(lambda part: 2 * part + 1), 2 * values + 1
+        case "map_blocks":
+            width = draw(st.sampled_from([width for width in (1, 2, 3) if values.shape[-1] % width == 0]))
+
+            def mirror(part: np.ndarray) -> np.ndarray:
+                """Append the reverse of each block to it."""
+                blocks = part.reshape(*part.shape[:-1], -1, width)
+                return np.concatenate([blocks, blocks[..., ::-1]], -1).reshape(*part.shape[:-1], -1)
+
+            return lazy.map_blocks(width, 2 * width, mirror), mirror(values)
+        case "map_whole":
+            whole = lazy.map_whole(values.shape, values.dtype, np.flip)
+            return dataclasses.replace(whole, global_array=lambda: np.flip(values)), np.flip(values)
+        case _:
+            columns = draw(st.permutations(range(2 * values.shape[-1])))
+            parts = [(array, columns[i::2]) for i, array in enumerate((lazy, lazy.map(np.negative)))]
+            merged = np.empty((*values.shape[:-1], len(columns)), values.dtype)
+            merged[..., columns[::2]], merged[..., columns[1::2]] = values, -values
+            return merge_columns(parts), merged
+
+
+@st.composite
+def boxes_of(draw: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Non-empty boxes of an array."""
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    return tuple(slice(start, draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_chains_of_operations_equal_those_of_numpy(data: st.DataObject) -> None:
+    """Any box of the result, and the whole result where an array spans processes."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), "shape"))
+    source = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    pair = dataclasses.replace(LazyArray.from_array(source), global_array=lambda: source), source
+    for _ in range(data.draw(st.integers(1, 5), "operations")):
+        pair = data.draw(changed(pair))
+    lazy, values = pair
+    assert (lazy.shape, lazy.dtype) == (values.shape, values.dtype)
+    np.testing.assert_array_equal(np.asarray(lazy), values)
+    for box in data.draw(st.lists(boxes_of(values.shape), min_size=3, max_size=3), "boxes"):
+        np.testing.assert_array_equal(lazy.read_box(box, np.empty), values[box])
+    assert lazy.global_array is not None
+    np.testing.assert_array_equal(lazy.global_array(), values)
+
+
+def test_boxes_of_reshaped_arrays() -> None:
+    """Of dimensions that are merged and split, with sizes of 1 among them, are those of NumPy's."""
+    rng = np.random.default_rng(0)
+    shapes = [(24,), (4, 6), (2, 3, 4), (1, 6, 2, 2), (3, 8, 1), (12, 1, 2)]
+    for one, other in itertools.product(shapes, repeat=2):
+        array = np.arange(24).reshape(one)
+        reshaped, wanted = LazyArray.from_array(array).reshape(other), array.reshape(other)
+        for _ in range(20):
+            ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in other]
+            box = tuple(slice(int(low), int(high)) for low, high in ends)
+            assert np.array_equal(reshaped.read_box(box, np.empty), wanted[box]), (one, other, box)
