@@ -26,20 +26,10 @@ def test_number_of_examples() -> None:
     assert sum(name.startswith("README.md-") for name in FOUND) >= 2 and len(FOUND) >= 8
 
 
-def test_readme_is_short_and_links_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 130 and len(text.split()) <= 1100
+def test_links_exist() -> None:
     for path in [*FILES, *(ROOT / ".github").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / link).exists(), (path, link)
-
-
-def test_git_ignores_what_commands_write() -> None:
-    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
-    for path in (ROOT / name for name in ("README.md", "nnxmoe/convert/README.md", "nnxmoe/runtime/README.md")):
-        for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
-            for name in re.findall(r"(?:[^<|]> |--out |whl )(\w[^ \n]*)", block):
-                assert name.partition("/")[0] in ignored, (path, name)
 
 
 @pytest.mark.commands
