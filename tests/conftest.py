@@ -5,7 +5,9 @@ is installed after this file is read: ``pytest --jaxtyping-packages=nnxmoe,tests
 """
 
 import gc
+import itertools
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help_of_sets += f"; up to {SETS}, those of default tests beside the first are slow"
     parser.addoption("--sets", type=int, help=help_of_sets)
     parser.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th; the N parts are all tests")
+    help_of_changed = "run the tests nearest to the files that differ from a Git revision, in number of imports"
+    parser.addoption("--changed-since", metavar="REVISION", help=f"{help_of_changed}, besides those of --part")
+    parser.addoption("--at-most", type=int, default=200, help="number of tests of --changed-since (default: 200)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,10 +89,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     if most:
         keep_sets(config, items, most, chosen)
-    if part := config.getoption("part"):
-        this, parts = map(int, part.split("/"))
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != this % parts])
-        items[:] = [item for i, item in enumerate(items) if i % parts == this % parts]
+    part, revision = config.getoption("part"), config.getoption("changed_since")
+    if part or revision:
+        kept = {id(item) for item in part_of(items, part)} if part else set()
+        if revision:
+            kept |= {id(item) for item in nearest_items(items, revision, config.getoption("at_most"))}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
+
+
+def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
+    """Every N-th item for the part K/N."""
+    this, parts = map(int, part.split("/"))
+    return [item for i, item in enumerate(items) if i % parts == this % parts]
+
+
+def nearest_items(items: list[pytest.Item], revision: str, count: int) -> list[pytest.Item]:
+    """``count`` items near to the changed files: the nearest one of each changed file, the second nearest, and so on."""
+    from tests.support.import_graph import changed_files, distances
+
+    shuffled = random.Random(0).sample(items, len(items))
+    queues = []
+    for path in changed_files(revision):
+        distance_of = distances([path])
+        reached = [item for item in shuffled if item.path in distance_of]
+        queues.append(sorted(reached, key=lambda item: distance_of[item.path]))
+    in_turns = (item for items_of_turn in itertools.zip_longest(*queues) for item in items_of_turn if item)
+    return list(itertools.islice(dict.fromkeys(in_turns), count))
 
 
 def by_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:

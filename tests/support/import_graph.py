@@ -1,0 +1,108 @@
+"""Test files ordered by their distance from changed files, along imports.
+
+`python -m tests.support.import_graph REVISION` prints what CI would test for the files that differ from a revision.
+"""
+
+import ast
+import functools
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from nnxmoe.api import MODULES as MODULES_OF_NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"nnxmoe": ROOT / "nnxmoe", "nnxmoe.models": ROOT / "models", "tests": ROOT / "tests"}
+
+
+@functools.cache
+def sources() -> dict[str, Path]:
+    """Python files of the package and of the tests, by module name."""
+    found = {}
+    for prefix, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((prefix, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def module_of(name: str) -> str | None:
+    """The module that a dotted name comes from: a public name of `nnxmoe` comes from the module that defines it."""
+    package, _, rest = name.partition(".")
+    if package == "nnxmoe" and rest in MODULES_OF_NAMES:
+        return MODULES_OF_NAMES[rest]
+    while name not in sources():
+        name, _, _ = name.rpartition(".")
+        if not name:
+            return None
+    return name
+
+
+def imported_names(tree: ast.Module) -> set[str]:
+    """Dotted names that a file imports, also inside functions, and attributes of `nnxmoe` that it reads."""
+    names, package_aliases = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = []  # not imported when tests run
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+            package_aliases |= {alias.asname or "nnxmoe" for alias in node.names if alias.name == "nnxmoe"}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in package_aliases:
+            names.add(f"nnxmoe.{node.attr}")
+    return names
+
+
+@functools.cache
+def importers() -> dict[str, set[str]]:
+    """The modules that import each module. The packages `nnxmoe` and `tests` themselves do not count."""
+    found: dict[str, set[str]] = {}
+    for module, path in sources().items():
+        for name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+            source = module_of(name)
+            if source and source not in {module, *FOLDERS}:
+                found.setdefault(source, set()).add(module)
+    return found
+
+
+def changed_files(revision: str) -> list[Path]:
+    """Files that differ between a revision and the working tree."""
+    command = ["git", "diff", "--name-only", revision]
+    return [ROOT / line for line in subprocess.check_output(command, cwd=ROOT, text=True).splitlines()]
+
+
+def readers(path: Path) -> set[str]:
+    """The modules that name a data file, or else those that name its folder."""
+    for name in (path.name, path.stem, path.parent.name):
+        if found := {module for module, source in sources().items() if f'{name}"' in source.read_text("utf-8")}:
+            return found
+    return set()
+
+
+def distances(changed: Iterable[Path]) -> dict[Path, int]:
+    """Number of imports between each Python file and the nearest changed file, 0 for changed files themselves."""
+    modules = {path: module for module, path in sources().items()}
+    nearest: dict[str, int] = {}
+    for path in changed:
+        if path in modules:
+            nearest[modules[path]] = 0
+        elif path.suffix != ".md":
+            nearest |= dict.fromkeys(readers(path), 0)
+    queue = deque(nearest)
+    while queue:
+        module = queue.popleft()
+        for importer in importers().get(module, set()) - set(nearest):
+            nearest[importer] = nearest[module] + 1
+            queue.append(importer)
+    return {sources()[module]: distance for module, distance in nearest.items()}
+
+
+if __name__ == "__main__":
+    found = distances(changed_files(sys.argv[1]))
+    for path, distance in sorted(found.items(), key=lambda item: (item[1], item[0])):
+        if path.name.startswith("test_"):
+            print(distance, path.relative_to(ROOT))
