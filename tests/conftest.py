@@ -33,7 +33,7 @@ PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / f"xla-{version('jaxlib'
 SETS = (
     3  # of parameters per test, in a run of the whole folder; all but the first are slow; CI runs the others by turns
 )
-NOT_BY_DEFAULT = {"slow", "program", "commands", "oracle", "kernels", "notebooks", "grain", "clients", "accelerators"}
+NOT_BY_DEFAULT = {"slow", "program", "commands", "oracle", "kernels", "notebooks", "grain", "clients", "accelerators", "docs"}
 PROGRAMS_LIMIT = 2 * 2**30  # bytes; code changes add programs, and JAX never evicts any
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -105,7 +105,7 @@ def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
 
 
 def nearest_items(items: list[pytest.Item], revision: str, count: int) -> list[pytest.Item]:
-    """``count`` items near to the changed files: the nearest one of each changed file, the second nearest, and so on."""
+    """``count`` items near to the changed files: the nearest item of each file, the second nearest, and so on."""
     from tests.support.import_graph import changed_files, distances
 
     shuffled = random.Random(0).sample(items, len(items))
@@ -119,10 +119,11 @@ def nearest_items(items: list[pytest.Item], revision: str, count: int) -> list[p
 
 
 def by_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """The sets of parameters of each test; commands and examples of the README count as tests of their own."""
+    """The sets of parameters of each test. A set of a command, or of a test with the mark `every_set`, is a test."""
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name = item.nodeid if item.get_closest_marker("commands") else item.nodeid.partition("[")[0]
+        alone = item.get_closest_marker("commands") or item.get_closest_marker("every_set")
+        name = item.nodeid if alone else item.nodeid.partition("[")[0]
         of_test.setdefault(name, []).append(item)
     return list(of_test.values())
 

@@ -234,6 +234,7 @@ def test_trained_model_is_narrow_and_deep(name: str) -> None:
 SHAPE = moe.Shape(dim=16, width=12, experts=4, chosen=2, dtype="float32")
 
 
+@pytest.mark.slow
 def test_ideal_layer_equals_autodiff() -> None:
     layer = moe.Layer(SHAPE, nnxmoe.Strategy())
     x, dy = layer.inputs(6)[0][0], layer.inputs(6)[1][0]
@@ -259,6 +260,7 @@ class Missing(nnxmoe.MaskedMatmul):
         raise NotImplementedError("no such kernel here")
 
 
+@pytest.mark.slow
 def test_accelerator_benchmark_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(nnxmoe.Strategy.auto().matmul) in gpu.matmuls()
     monkeypatch.setattr(gpu, "matmuls", lambda: {"MaskedMatmul()": nnxmoe.MaskedMatmul(), "Missing()": Missing()})
@@ -303,6 +305,7 @@ def test_accelerator_benchmark_of_random_weights() -> None:
             assert 0 < (slower < faster if what.endswith("/s") else faster < slower)
 
 
+@pytest.mark.slow
 def test_agreement_with_the_oracle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A product without its last group is found, and one that is refused is named."""
 

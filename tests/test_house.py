@@ -265,6 +265,7 @@ print(*sorted({".".join(name.split(".")[:2]) for name in sys.modules if name.sta
 """
 
 
+@pytest.mark.slow
 def test_the_core_does_not_import_satellites() -> None:
     """A public name imports its own module; the rest of the package, such as the planner, stays out."""
     done = subprocess.run([sys.executable, "-c", CORE], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -396,6 +397,7 @@ def test_models_folder_cannot_be_imported_directly() -> None:
     assert done.returncode == 1 and "ImportError: import nnxmoe.models, not models" in done.stderr
 
 
+@pytest.mark.slow
 def test_tests_import_only_from_support() -> None:
     """Test files do not import each other: shared helpers are in ``tests/support``."""
     for path in sorted((ROOT / "tests").rglob("*.py")):

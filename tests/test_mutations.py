@@ -424,12 +424,14 @@ def setting(name: str) -> tuple[Any, np.ndarray, np.ndarray]:
     return build(fields, weights), tokens, reference_logits(fields, weights, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for name, _ in MISTAKES}))
 def test_logits_are_right_without_a_mistake(name: str) -> None:
     model, tokens, logits = setting(name)
     assert max_error(eager_logits(model, tokens), logits) < MODEL_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plant"), [pytest.param(n, p, id=f"{n}-{p.__qualname__.split('.')[0]}") for n, p in MISTAKES]
 )
@@ -440,6 +442,7 @@ def test_planted_mistake_changes_the_logits(name: str, plant: Plant, monkeypatch
     assert NOTICED < moved < np.inf
 
 
+@pytest.mark.slow
 def test_reference_cases_miss_some_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the correction biases of the cases, masking groups with zeros has no effect; tiny checkpoints cover it."""
     model, tokens, logits = setting("deepseek_basic")

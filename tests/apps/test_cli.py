@@ -291,6 +291,7 @@ def test_generate_is_deterministic_per_seed(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out != texts[0]
 
 
+@pytest.mark.slow
 def test_generate_reads_a_prompt_from_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,6 +323,7 @@ def test_chat_keeps_and_forgets_the_conversation(
     assert "/what is not a command" in caplog.text and "conversation cleared" in caplog.text
 
 
+@pytest.mark.slow
 def test_chat_prints_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))  # ends without /exit
     assert cli.main(["chat", MIXTRAL, "--max-new-tokens", "3"]) == 0
@@ -508,6 +510,7 @@ def test_common_checkpoint_faults_are_one_line(
     assert "template" in fault or len(err.splitlines()) == 1, err
 
 
+@pytest.mark.slow
 def test_generating_with_a_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "mixtral-8x7b", "--prompt", "x"]) == 1
     assert "is a preset, a config without weights: use mistralai/Mixtral-8x7B-v0.1" in capsys.readouterr().err
@@ -695,6 +698,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path, line: str, message: str) ->
         read_prompts(str(tmp_path / "prompts"))
 
 
+@pytest.mark.slow
 def test_options_of_many_prompts_for_one(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     """--stop streams the text before it; --samples and --logprobs write JSON lines."""
     caplog.set_level("INFO", logger="nnxmoe")

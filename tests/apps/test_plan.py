@@ -82,6 +82,7 @@ def given(rules: Any, all_axes: tuple[Any, ...]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [RULES, WIDE])
 def test_arguments_are_those_of_the_step(eight: Callable[..., Any], rules: Any) -> None:
     """On nine meshes, for dense kernels over fsdp alone and over fsdp and expert together."""
@@ -183,6 +184,7 @@ FIELDS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hid
 FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("remat", [True, False])
 def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bool) -> None:
@@ -272,6 +274,7 @@ def test_advice_was_planned_again() -> None:
     assert nnxmoe.plan("mixtral-8x7b", {"fsdp": 64}, batch=64, seq=4096).advice == ()
 
 
+@pytest.mark.slow
 def test_search_prefers_meshes_that_fit_and_are_fast() -> None:
     found = search("mixtral-8x22b", 64, batch=64, seq=4096, on="h100")
     keys = [(not one.fits, one.seconds) for one in found]
@@ -678,6 +681,7 @@ def test_what_no_strategy_computes_is_planned_by_arithmetic() -> None:
         nnxmoe.plan("mixtral-8x7b", {"expert": 8}, batch=8, seq=64, node_copies=True, compile_for="cpu")
 
 
+@pytest.mark.slow
 def test_adapters_and_codes_are_those_of_a_model() -> None:
     """The numbers of LoRA's adapters, and the bytes of quantised weights; frozen kernels have no gradients."""
     mesh = abstract_mesh({})
@@ -702,6 +706,7 @@ def test_adapters_and_codes_are_those_of_a_model() -> None:
 # Published runs
 
 
+@pytest.mark.slow
 def test_published_steps_lie_in_the_planned_range() -> None:
     """At least 80 % of them within it, and within a quarter of what is expected; the network alone never takes as long
     as the step that was published. The efficiencies are from the same rows: without its own, each is farther off."""
@@ -762,6 +767,7 @@ def test_the_command_prints_plans_and_comparisons(capsys: pytest.CaptureFixture[
         cli.main([*line, "--rule", "embed=4"])
 
 
+@pytest.mark.slow
 def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
     """Mesh, rows and whether to compute activations again; days, device-hours and money; two meshes side by side."""
     ask = ["plan", "qwen3-0.6b", "--on", "h100", "--seq", "512"]
@@ -788,6 +794,7 @@ def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureF
         assert cli.main([*ask, *wrong]) == 1 and why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_long_rows_are_split_over_the_context_axis() -> None:
     """Where less than a row per device fits; a model that cannot split rows, and short rows, get the other axes."""
     best = best_of("llama-3.1-8b", 8, on="h100", seq=131072)[0]

@@ -71,6 +71,7 @@ def one(running: Client, path: str, body: Json) -> Json:
     return choice
 
 
+@pytest.mark.slow
 def test_answers_can_be_sent_back(server: Running) -> None:
     """Clients append the message of an answer, with its null fields, to the conversation."""
     answer = one(server, CHATS, CHAT | {"max_tokens": 4})["message"]
@@ -79,12 +80,14 @@ def test_answers_can_be_sent_back(server: Running) -> None:
     assert one(server, CHATS, CHAT | more)["message"]["role"] == "assistant"
 
 
+@pytest.mark.slow
 def test_prompts_without_a_seed_differ(server: Running) -> None:
     body = {"model": "tiny", "prompt": ["Once upon a time"] * 3, "temperature": 2, "max_tokens": 12}
     status, found = server.call(COMPLETIONS, body)
     assert status == 200 and len({choice["text"] for choice in found["choices"]}) > 1
 
 
+@pytest.mark.slow
 def test_the_sampling_of_the_checkpoint_is_the_default(demo: Any) -> None:
     """Fields of generation_config.json hold where a request leaves them out, and rules hold always."""
     model, tokenizer = demo
@@ -112,6 +115,7 @@ PERSON: Json = {
 }
 
 
+@pytest.mark.slow
 def test_answers_follow_the_form_that_is_asked_for(server: Running) -> None:
     """A schema, any object, expressions, choices and grammars: whole and streamed, several samples, beside a plain one,
     which is not changed."""
@@ -168,6 +172,7 @@ def test_reasoning_is_split_from_the_answer(inside: bool, text: str, reasoning: 
         assert (found[0].rstrip() or None, found[1]) == (reasoning, answer), size
 
 
+@pytest.mark.slow
 def test_models_that_reason(demo: Any) -> None:
     """The prompt ends within the reasoning, so that the answer is reasoning until the tag; else there is none."""
     model, tokenizer = demo
@@ -200,6 +205,7 @@ def test_special_tokens_that_are_kept(demo: Any) -> None:
     assert "".join(map(stream.put, ids)) + stream.end() == "Hi<|eos|>"
 
 
+@pytest.mark.slow
 def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:
     _, tokenizer = demo
     (bos,) = tokenizer.encode(tokenizer.bos_token, add_special_tokens=False)
@@ -253,6 +259,7 @@ def test_options_reach_the_engine(server: Running, demo: Any) -> None:
     assert len(unseeded) > 1
 
 
+@pytest.mark.slow
 def test_echoed_log_probabilities_are_those_of_score(server: Running, demo: Any) -> None:
     model, tokenizer = demo
     prompt = "Once upon a time there was a green fox"
@@ -300,6 +307,7 @@ def test_streams_add_up_to_the_whole(server: Running, path: str) -> None:
             assert parts == choice["logprobs"]["content"]
 
 
+@pytest.mark.slow
 def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
     model, tokenizer = demo
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 47 + 38?"}]
@@ -500,6 +508,7 @@ def test_nested_fields_that_ask_for_nothing() -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_fields_of_other_servers(server: Running, demo: Any) -> None:
     """vLLM's ids that end an answer and usage in every chunk, penalties, and no name of the model."""
     model, tokenizer = demo
@@ -544,6 +553,7 @@ def test_requests_are_logged(server: Running, caplog: pytest.LogCaptureFixture) 
     assert ": the model 'other' does not exist" in refused[1]
 
 
+@pytest.mark.slow
 def test_offsets_after_characters_of_several_tokens(server: Running, demo: Any) -> None:
     """`text_offset` counts characters of the text, also behind an emoji, echoed or made."""
     _, tokenizer = demo
@@ -594,6 +604,7 @@ def test_malformed_bodies(server: Running, body: bytes, status: int) -> None:
         assert found[0] == status and found[1]["error"]["message"], found
 
 
+@pytest.mark.slow
 def test_http_faults(server: Running) -> None:
     assert server.call("/v1/completions")[0] == 405 and server.call("/v1/nothing")[0] == 404
     assert server.call(COMPLETIONS, STORY, content_type="text/plain")[0] == 415
@@ -611,6 +622,7 @@ def test_http_faults(server: Running) -> None:
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.slow
 def test_key_and_hosts(demo: Any) -> None:
     with serving(*demo, key="secret", hosts=frozenset({"127.0.0.1", "[::1]"}), body_seconds=0.3) as running:
         assert running.call("/health")[0] == running.call("/")[0] == 200
@@ -654,6 +666,7 @@ def test_a_client_that_goes_away_frees_its_slots(server: Running, body: Json, st
     assert one(server, COMPLETIONS, STORY)["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_a_full_queue_answers_429(server: Running) -> None:
     server.gate.let(0)
     waiting = [open_stream(server, LONG) for _ in range(8)]
@@ -685,6 +698,7 @@ def test_a_reader_that_does_not_read_delays_no_other(server: Running) -> None:
             assert b"data: [DONE]" in text and text.count(b'"finish_reason":"length"') == 1
 
 
+@pytest.mark.slow
 def test_requests_end_after_their_time(demo: Any) -> None:
     with serving(*demo, seconds=0.5) as running:
         running.gate.let(4)
@@ -746,6 +760,7 @@ def test_a_failed_score_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) 
         assert running.call("/health")[0] == 503
 
 
+@pytest.mark.slow
 def test_answers_of_nan_logits_are_errors(demo: Any) -> None:
     """They have the status and type that clients know, in a stream as its last event; the server goes on."""
     model = nnx.merge(*nnx.split(demo[0]), copy=True)
@@ -788,6 +803,7 @@ def _answers(port: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_many_requests_at_once(server: Running, demo: Any) -> None:
     """Eight at a time of different lengths: each gets its own answer."""
     model, tokenizer = demo

@@ -636,6 +636,7 @@ def asked(server: Running, **more: Any) -> tuple[dict[str, Any], str]:
     return message, finish
 
 
+@pytest.mark.slow
 def test_tools_are_called(server: Running) -> None:
     message, finish = asked(server, tool_choice="required", temperature=0.8, seed=1)
     assert finish in ("tool_calls", "length") and message["content"] is None and message["tool_calls"]
@@ -650,6 +651,7 @@ def test_tools_are_called(server: Running) -> None:
     assert (message["content"], finish) == (written, "stop") and "tool_calls" not in message
 
 
+@pytest.mark.slow
 def test_answers_of_tools_are_sent_back(server: Running) -> None:
     """The message of an answer, as it is, and what its calls returned; arguments reach the template as objects."""
     message, _ = asked(server, guided_choice=['So <tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'])

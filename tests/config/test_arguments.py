@@ -96,6 +96,7 @@ def calls(model: Any, folder: Path) -> Iterator[tuple[str, Callable[[Any], Any]]
         yield name, lambda value, name=name, o=options: models.Mixtral(**o | {name: value})
 
 
+@pytest.mark.slow
 def test_odd_values_are_valid_or_raise_value_errors(
     model: nnxmoe.CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -560,7 +560,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"use_qkv_bias": True, "attention_bias": False},
         "use_qkv_bias True and attention_bias False set the same",
     ),
-    ("exaone_moe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' without layer_types"),
+    ("exaone_moe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' must be an integer"),
     ("exaone_moe", {"sliding_window_pattern": 0}, "sliding_window_pattern 0 must be an integer >= 1"),
     ("exaone_moe", {"n_group": 3}, "n_group 3 must divide num_experts 64"),
     ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types lists 1 layers, not 32"),
@@ -656,7 +656,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "gemma4_text",
         {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 30},
-        "num_kv_shared_layers 1: layer 29 has no full_attention layer before layer 29",
+        "num_kv_shared_layers 1: layer 29 requires a full_attention layer before layer 29",
     ),
     ("nemotron_h", {"hybrid_override_pattern": "MEX"}, r"hybrid_override_pattern must have one of M \* - E per layer"),
     ("nemotron_h", {"hybrid_override_pattern": ["M"]}, r"hybrid_override_pattern must have .*, got \['M'\]"),

@@ -106,6 +106,7 @@ def test_arrays_may_be_donated_right_after_save(tmp_path: Path) -> None:
         assert all(np.all(np.asarray(x) == 2 * step) for x in arrays.values())
 
 
+@pytest.mark.slow
 def test_save_interval_and_retention(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run", keep=2, every=3) as checkpoints:
         assert checkpoints.latest() is None and not (tmp_path / "run").exists()
@@ -144,6 +145,7 @@ def on_other_meshes(folder: Path) -> None:
         assert all(found[name].sharding == other[name].sharding for name in other)
 
 
+@pytest.mark.slow
 def test_restore_on_another_mesh(tmp_path: Path, eight: Callable[..., Any]) -> None:
     eight(on_other_meshes, tmp_path / "run")
 
@@ -302,6 +304,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield run
 
 
+@pytest.mark.slow
 def test_damaged_step_is_named_and_the_run_continues_without_it(sound: Path, tmp_path: Path) -> None:
     """For every file of a step that is truncated or missing: its arrays are refused, or are right."""
     files = [path.relative_to(sound) for path in (sound / "step_3").rglob("*") if path.is_file()]
@@ -325,6 +328,7 @@ def test_damaged_step_is_named_and_the_run_continues_without_it(sound: Path, tmp
     same(checkpoints.restore(3, tree(0))[0], tree(3))
 
 
+@pytest.mark.slow
 def test_damaged_orbax_metadata_does_not_matter(sound: Path, tmp_path: Path) -> None:
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
         for content in (None, b"", b"{"):
@@ -390,6 +394,7 @@ def in_small_files(run: Path, pipe: Connection) -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported_by_the_next_call(tmp_path: Path) -> None:
     """The partial step is removed and can be saved again once there is space."""
     assert forked(in_small_files, tmp_path / "run")[0] == 3

@@ -86,6 +86,7 @@ def test_convert_between_every_pair_of_formats(
     assert again.generation_config == nnxmoe.from_pretrained(MIXTRAL).generation_config
 
 
+@pytest.mark.slow
 def test_rounded_queries_are_named_instead_of_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The head width is 8: MaxText's queries in bfloat16 are rounded, and again on the way back."""
     fields = TINY["mixtral"]
@@ -116,6 +117,7 @@ def test_round_trip_through_float32_restores_identical_files(tmp_path: Path) -> 
     assert files(tmp_path / "back") == files(tmp_path / "narrow")
 
 
+@pytest.mark.slow
 def test_codes_of_files_become_floats_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also, a verified tree of MaxText's has the scanned biases of routers twice."""
     fields = TINY["deepseek_v3"]
@@ -127,6 +129,7 @@ def test_codes_of_files_become_floats_with_a_message(tmp_path: Path, caplog: pyt
     assert sum("gate/bias" in name for name in maxtext.read(tmp_path / "tree")) == 2
 
 
+@pytest.mark.slow
 def test_codes_are_verified_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     """Codes that are read as floats are bfloat16 by default, which logits in float32 would not pass."""
     fields = TINY["llama"]
@@ -168,6 +171,7 @@ def test_verify_knows_names_and_integers_of_every_family(
     identical(load_file(tmp_path / "back" / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_maxtext_checkpoint_requires_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has no config.json: the error asks for ``--config``, whose small files are then copied."""
     source, target = CASES / "mixtral_scanned" / "orbax_to_maxtext", tmp_path / "out"
@@ -306,6 +310,7 @@ def test_invalid_command_lines(line: list[str], capsys: pytest.CaptureFixture[st
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", "maxtext", "orbax"])
 def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one array is flipped when the output is read back."""
@@ -334,6 +339,7 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
     convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
 
 
+@pytest.mark.slow
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal arrays with a wrong config give different logits."""
     real = conversion.FORMATS["hf"].save
@@ -348,6 +354,7 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         convert(MIXTRAL, str(tmp_path / "out"), "hf", verify=True)
 
 
+@pytest.mark.slow
 def test_small_differences_that_nothing_explains_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, too, where the difference is less than rounded queries would make."""
     real = conversion.FORMATS["orbax"].save
@@ -383,6 +390,7 @@ def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     convert(MIXTRAL, str(tmp_path / "a"), "orbax")
@@ -391,6 +399,7 @@ def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert "expected peak memory 12.00 TB" in caplog.text and "peak memory exceeds the " in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types
 def test_invalid_arguments_are_refused_before_reading_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("detect_format", "local_folder"):

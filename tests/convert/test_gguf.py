@@ -78,6 +78,7 @@ def test_families_load_to_the_bit(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types  # changes defaults, which annotated functions do not have
 def test_the_halves_of_the_latent_projection_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the blocks are, and of a part its own heads only."""
@@ -113,6 +114,7 @@ def test_the_halves_of_the_latent_projection_are_decoded_once(tmp_path: Path, mo
     assert set(decoded.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "Q8_0"), ("gpt_oss", "F32"), ("gpt_oss", "Q5_0")])
 @pytest.mark.parametrize("keep", [False, True])
 def test_gate_and_up_may_share_a_tensor(kind: str, name: str, keep: bool, tmp_path: Path) -> None:
@@ -224,6 +226,7 @@ def test_kept_codes_change_no_number(kind: str, name: str, tmp_path: Path) -> No
         np.testing.assert_allclose(back(tokens).logits, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_types_that_are_not_kept_are_rounded_again_by_name(tmp_path: Path) -> None:
     fields, weights, _ = case("qwen3_moe", **_WIDE, moe_intermediate_size=32)
     file = write(tmp_path / "model.gguf", fields, weights, quantised("Q5_1"))
@@ -482,6 +485,7 @@ def test_files_of_the_hub_are_fetched_with_their_splits(
         nnxmoe.from_pretrained(tmp_path / "Q8_0")
 
 
+@pytest.mark.slow
 def test_prediction_layers(tmp_path: Path) -> None:
     fields = mtp.fields_of("glm4_moe", 1) | {"rms_norm_eps": 1e-5}
     config = config_from_hf(fields)

@@ -120,6 +120,7 @@ def fused(tensors: dict[str, np.ndarray], names: tuple[str, str, str], block: st
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
     ("case", "names", "block"),
@@ -134,6 +135,7 @@ def test_load_fused_experts(tmp_path: Path, case: str, names: tuple[str, str, st
     np.testing.assert_allclose(logits(model, case), reference(case), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_renamed_prefix_with_separate_experts(tmp_path: Path) -> None:
     tensors = {n.replace("block_sparse_moe", "mlp"): t for n, t in tensors_of("mixtral_basic").items()}
     model = nnxmoe.from_pretrained(write(tmp_path / "m", "mixtral_basic", tensors))
@@ -179,6 +181,7 @@ def by_the_rule(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_fp8_blocks_with_ragged_edges(tmp_path: Path, scan: bool) -> None:
     """Blocks of 24 x 40 divide none of the matrix dimensions 64, 48 and 96 evenly in both directions."""
@@ -222,6 +225,7 @@ def test_fp8_requires_quantization_config_and_scales(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_layers_are_skipped_and_reported(tmp_path: Path) -> None:
     tensors = tensors_of("deepseek_basic")
     extra = {n.replace("layers.2.", "layers.3."): t for n, t in tensors.items() if ".layers.2." in n}
@@ -354,6 +358,7 @@ def test_commands_and_scripts_warn_once(tmp_path: Path) -> None:
         assert run.stderr.count("model.odd") == 1 and "model.odd" not in run.stdout
 
 
+@pytest.mark.slow
 def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:
     for case, scan in (("mixtral_basic", True), ("deepseek_yarn", False), ("llama3_rope", False)):
         model = nnxmoe.from_pretrained(CASES / case / "model", strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
@@ -417,6 +422,7 @@ def loaded_on_a_mesh(case: Path) -> None:
         np.testing.assert_allclose(out, ref["logits"], atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mixtral_basic", "deepseek_yarn"])
 def test_loading_onto_a_mesh(eight: Callable[..., Any], case: str) -> None:
     eight(loaded_on_a_mesh, CASES / case)
@@ -498,6 +504,7 @@ def odd_checkpoint(tmp_path: Path) -> Path:
     return write(tmp_path / "m", "deepseek_basic", stored, quantization_config=FP8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_threads_and_chunk_size_do_not_change_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None

@@ -157,6 +157,7 @@ def test_newer_files_of_maxtext_on_a_mesh(eight: Callable[..., Any], tmp_path: P
     eight(newer_files_on_a_mesh, tmp_path, kinds)
 
 
+@pytest.mark.slow
 def test_scanned_biases_of_routers_are_those_of_any_release(tmp_path: Path) -> None:
     """Until 0.2.4 in ``params``, with layers on axis 1; since then in a collection of their own, on axis 0."""
     config, stored, _ = newer("deepseek_v32")
@@ -368,6 +369,7 @@ def mixed(params: Flat, narrow: str) -> Flat:
     return {name: a.astype(jnp.bfloat16) if narrow in name else a for name, a in params.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_layers_with_different_dtypes_stack_in_the_wider_one(scan: bool, tmp_path: Path) -> None:
     """One layer is bfloat16, the others float32."""
@@ -547,6 +549,7 @@ def test_load_checkpoints_written_by_maxtext(where: str) -> None:
     identical(flat(maxtext.to_tree(model)), params_of(case.name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters_only", [False, True])
 def test_saved_checkpoints_have_maxtext_structure(tmp_path: Path, parameters_only: bool) -> None:
     """Orbax's tree metadata and the file names are equal."""

@@ -97,6 +97,7 @@ WRITERS: dict[str, Callable[[Any, Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", MISFITS, ids=lambda change: change.__name__)
 def test_model_that_does_not_fit_its_config_is_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
     model = model_of()
@@ -107,6 +108,7 @@ def test_model_that_does_not_fit_its_config_is_refused(change: Callable[[Any], N
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_swapped_layers_of_different_types_are_refused(tmp_path: Path) -> None:
     """The parameters have equal shapes. Only the attention windows differ."""
     sizes = SIZES | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -121,6 +123,7 @@ def test_swapped_layers_of_different_types_are_refused(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_swapped_layers_of_the_same_type_are_saved(tmp_path: Path) -> None:
     model = model_of()
     layers = model.stacks[0].layers
@@ -136,6 +139,7 @@ REPAIRS: dict[Callable[[Any], None], dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", REPAIRS, ids=lambda change: change.__name__)
 def test_changed_model_with_adapted_config_is_saved(change: Callable[[Any], None], tmp_path: Path) -> None:
     """With the config that the error asks for, the checkpoint loads with equal logits."""
@@ -158,6 +162,7 @@ def test_unregistered_class_is_refused(tmp_path: Path) -> None:
         nnxmoe.save_pretrained(model, tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_mixed_dtypes_are_preserved(tmp_path: Path) -> None:
     model = model_of(nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
     model.embed.table.set_value(model.embed.table[...].astype(jnp.bfloat16))
@@ -167,6 +172,7 @@ def test_mixed_dtypes_are_preserved(tmp_path: Path) -> None:
         assert (loaded.embed.table.dtype, loaded.head.kernel.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_strategy_attributes_and_quantized_kernels_fit(tmp_path: Path) -> None:
     model = model_of()
     second_moe(model).dispatch = nnxmoe.Dense()
@@ -175,6 +181,7 @@ def test_strategy_attributes_and_quantized_kernels_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(nnxmoe.load(tmp_path / "native")(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attributes_may_hold_several_arrays() -> None:
     scales = (np.arange(3), {"x": jnp.ones(2)})
     assert config_mismatch._equal(scales, (np.arange(3), {"x": jnp.ones(2)}))

@@ -31,6 +31,7 @@ def plain(scan: bool = False, mesh: Any = None) -> nnxmoe.Strategy:
     return nnxmoe.Strategy(stacking=stacking_of(scan), mesh=mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stacked"),
     [
@@ -68,6 +69,7 @@ def test_logits_are_bitwise_equal_after_a_round_trip(tmp_path: Path) -> None:
     assert again.generation_config == model.generation_config and again.generation_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3_unscanned", "mixtral_scanned"])
 def test_folded_query_scale_round_trips(name: str, tmp_path: Path) -> None:
     """Weights from MaxText return to MaxText bitwise equal; a cast rounds them once."""
@@ -145,6 +147,7 @@ def test_saving_a_model_without_values_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
     fields = json.loads((saved / "config.json").read_text()) | {"num_hidden_layers": 1, "num_attention_heads": 2}
     (saved / "config.json").write_text(json.dumps(fields))
@@ -158,6 +161,7 @@ def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
         assert fault in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -211,12 +215,14 @@ def test_invalid_format_versions(saved: Path, fields: Any, message: str) -> None
         nnxmoe.load(saved)
 
 
+@pytest.mark.slow
 def test_missing_parameters_folder(saved: Path) -> None:
     shutil.rmtree(saved / "parameters")
     with pytest.raises(CheckpointError, match="parameters contains no Orbax checkpoint"):
         nnxmoe.load(saved)
 
 
+@pytest.mark.slow
 def test_wrong_loader_error_names_the_right_one(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"use nnxmoe\.load"):
         nnxmoe.from_pretrained(saved)
@@ -234,6 +240,7 @@ def write_config(case: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_non_finite_values_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build_tiny("mixtral", plain())
     scale = model.norm.scale
@@ -248,6 +255,7 @@ def test_non_finite_values_are_reported(tmp_path: Path, caplog: pytest.LogCaptur
         assert f"1 values of 1 tensors are NaN or infinite: {name}" in caplog.text
 
 
+@pytest.mark.slow
 def test_values_that_overflow_in_a_cast_are_reported(tmp_path: Path) -> None:
     """Loading as float16, on one device and on a mesh."""
     model = build_tiny("llama", plain())
@@ -263,6 +271,7 @@ def test_values_that_overflow_in_a_cast_are_reported(tmp_path: Path) -> None:
 # Folder names
 
 
+@pytest.mark.slow
 def test_home_expansion_and_invalid_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model = build_tiny("llama", plain())
@@ -280,6 +289,7 @@ def test_home_expansion_and_invalid_folder_names(tmp_path: Path, monkeypatch: py
     assert sorted(os.listdir()) == before == ["a b", "h", "m"]
 
 
+@pytest.mark.slow
 def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> None:
     """Otherwise each loader would read a different one."""
     model = build_tiny("llama", plain())
@@ -293,6 +303,7 @@ def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> No
             nnxmoe.save_pretrained(model, folder, overwrite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [nnxmoe.save, pytest.param(maxtext.save, marks=pytest.mark.slow)])
 def test_failed_or_interrupted_save_leaves_no_files(
     save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -347,6 +358,7 @@ except KeyboardInterrupt:
 # Tokenizer files
 
 
+@pytest.mark.slow
 def test_tokenizer_files_are_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From Hugging Face to the native format, to MaxText and back; unreadable files are logged."""
     source = shutil.copytree(HF_CASES / "mixtral_basic" / "model", tmp_path / "source")
@@ -382,6 +394,7 @@ def test_overwriting_copies_the_tokenizer_of_the_model(tmp_path: Path, caplog: p
     assert "files of the saved model replace tokenizer.json" in caplog.text
 
 
+@pytest.mark.slow
 def test_missing_source_folder_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = TINY["llama"]
     model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "source", fields, tiny_weights(fields)))

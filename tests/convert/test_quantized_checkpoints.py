@@ -56,6 +56,7 @@ def test_every_format_is_read_to_the_bit(tmp_path: Path, name: str) -> None:
     assert summarize(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pack-4-16-zero", "deepseek-24x40-float32", "awq-16", "gptq-4-16-v1-act", "nf4"])
 def test_a_quantised_head_is_read_and_kept(tmp_path: Path, name: str) -> None:
     codes, floats = write_quantised(
@@ -98,6 +99,7 @@ STRUCTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_kept_codes_give_the_logits_of_the_floats(tmp_path: Path, name: str) -> None:
     """Prefill with padding, and a step with a cache; one family scanned."""
@@ -134,6 +136,7 @@ def test_any_box_of_a_weight_can_be_read(tmp_path: Path, name: str) -> None:
             np.testing.assert_array_equal(array.read_box(box, np.empty), whole[box])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -156,6 +159,7 @@ def test_saving_writes_the_same_bits(tmp_path: Path, name: str) -> None:
     identical(arrays(nnxmoe.load(tmp_path / "native", strategy=SCANNED)), arrays(scanned))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), [("gptq-4-16-v1-act", "act order"), ("nf4", "NF4"), ("nvfp4-pack", "FP4")])
 def test_what_compressed_tensors_cannot_store_is_refused(tmp_path: Path, name: str, what: str) -> None:
     codes, _ = write_quantised(tmp_path, "llama", FORMATS[name])

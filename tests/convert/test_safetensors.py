@@ -649,6 +649,7 @@ def test_overwriting_removes_files_of_the_old_layout(tmp_path: Path) -> None:
     assert same(Checkpoint.open(folder).read("b"), B + 1)
 
 
+@pytest.mark.slow
 def test_failed_writes_keep_the_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     write(folder, {"a": A, "b": B}, limit=30)

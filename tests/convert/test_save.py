@@ -210,6 +210,7 @@ def _save_small_files_only(folder: Path, pipe: Connection) -> None:
         os._exit(3 if "cannot write" in str(error) and "File too large" in str(error) else 4)
 
 
+@pytest.mark.slow
 def test_file_size_limit_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     assert forked(_save_small_files_only, tmp_path / "model")[0] == 3
@@ -227,6 +228,7 @@ def _save_as_nobody(folder: Path, pipe: Connection) -> None:
         os._exit(3 if "Permission denied" in str(error) and "nothing was changed" in str(error) else 4)
 
 
+@pytest.mark.slow
 def test_read_only_folder(tmp_path: Path) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     modes = [(path, path.stat().st_mode) for path in (tmp_path, tmp_path / "model")]

@@ -65,6 +65,7 @@ def test_steps_read_the_experts_that_their_tokens_meet() -> None:
     assert whole.bytes == whole.plain_bytes == pytest.approx(cost.plain_bytes + experts * (1 - plain), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_break_even_of_published_models() -> None:
     """A model without experts reads nothing more; with 256, drafts pay late at batch 1 and early at 64; and the layer
@@ -81,6 +82,7 @@ def test_break_even_of_published_models() -> None:
     assert auto.bytes - auto.plain_bytes * ratios[0] == pytest.approx(own, rel=0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_models_that_draft_cost_a_pass_per_draft() -> None:
     model = with_mtp()
@@ -90,6 +92,7 @@ def test_models_that_draft_cost_a_pass_per_draft() -> None:
     assert nnxmoe.break_even(model, ModelDraft.of(model, 3)) == float("inf"), "drafts that cost what they save"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_auto_changes_no_id(caplog: pytest.LogCaptureFixture) -> None:
     """And says once what it chose."""
@@ -121,6 +124,7 @@ def test_other_texts_than_auto_are_refused() -> None:
         Engine(dense(), draft="mtp")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "choice"),
     [("prompt", ("prompt", None)), ("prompt:3", ("prompt", 3)), ("mtp:2", ("mtp", 2)), ("auto", ("auto", None))],
@@ -194,6 +198,7 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
     ]
 
 
+@pytest.mark.slow
 def test_inspect_prints_the_bytes_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "deepseek-v3", "--batch", "16"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts"))

@@ -93,6 +93,7 @@ def test_requests_get_what_they_would_get_alone(kind: str) -> None:
             assert wanted.sampling is not None or greedy == ids
 
 
+@pytest.mark.slow
 def test_penalties_count_generated_ids_only() -> None:
     """Greedy ids by NumPy from the logits of whole passes: in a batch, alone, and with drafts."""
     model, penalties = tiny(), [(2, 0), (0, 1.1), (-1.5, 0.2), (0, 0)]
@@ -125,6 +126,7 @@ def test_penalties_count_generated_ids_only() -> None:
     assert (beside.ids, beside.logprobs) == (without.ids, without.logprobs)
 
 
+@pytest.mark.slow
 def test_rows_are_used_again_at_once() -> None:
     """A short request next to a long one is done after two steps, however many were started before."""
     engine = Engine(tiny(), slots=2, capacity=CAPACITY)
@@ -138,6 +140,7 @@ def test_rows_are_used_again_at_once() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_cancelled_prompts_are_not_read() -> None:
     engine = Engine(tiny(), slots=1, capacity=300)
     for _ in range(3):
@@ -151,6 +154,7 @@ def test_cancelled_prompts_are_not_read() -> None:
     assert steps <= 3
 
 
+@pytest.mark.slow
 def test_end_states_are_equal_in_all_doors() -> None:
     """By default the checkpoint's end tokens end a row, as the last id of it; None: nothing does."""
     model, prompt = build_tiny("mistral", nnxmoe.Strategy()), [3, 4, 5]
@@ -197,6 +201,7 @@ def test_rows_beyond_the_positions_are_reported_once_per_model(caplog: pytest.Lo
         caplog.clear()
 
 
+@pytest.mark.slow
 def test_prefixes_belong_to_an_engine() -> None:
     """The same object in engines of two models; what cannot be a prefix is refused."""
     prefix, ids = Prefix((5, 6, 7)), [5, 6, 7, 8]
@@ -221,6 +226,7 @@ def test_prefixes_and_seeds_of_wrong_types() -> None:
     assert RequestOptions(seed=np.int64(1)) == RequestOptions(seed=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_seeds_have_64_bits() -> None:
     made = []
     for seed in (1, 1 + 2**32, -1, 2**32 - 1):
@@ -231,6 +237,7 @@ def test_seeds_have_64_bits() -> None:
         RequestOptions(seed=2**63)
 
 
+@pytest.mark.slow
 def test_dynamic_rotary_embeddings_do_not_count_padding() -> None:
     """11 ids, which are padded to 64; an engine whose requests would change each other is refused."""
     rope = {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}
@@ -259,6 +266,7 @@ def test_programs_are_few_and_no_slot_is_lost() -> None:
     _storm(1500)
 
 
+@pytest.mark.slow
 def test_two_slots_are_warm_for_two_prompts() -> None:
     engine = Engine(tiny(), slots=2, capacity=CAPACITY)
     engine.warm_up()
@@ -316,6 +324,7 @@ def _storm(events: int) -> None:
         engine.submit([1])
 
 
+@pytest.mark.slow
 def test_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of one prompt, a shared beginning, a prefix of a prefix, and a prompt that is its prefix."""
     model, engine = tiny(), Engine(tiny(), slots=3, capacity=150)
@@ -346,6 +355,7 @@ def _counted(read: list[int], plain: Any, ids: Any, valid: Any, *rest: Any) -> A
     return plain(ids, valid, *rest)
 
 
+@pytest.mark.slow
 def test_logits_are_changed_by_what_is_asked() -> None:
     """Biases, ids that may not stop too early, and a function of the user's."""
     model, prompt = tiny(), [3, 1, 4, 1, 5]
@@ -409,6 +419,7 @@ def scripts(truth: dict[int, list[int]]) -> dict[str, Scripted]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -464,6 +475,7 @@ def test_prompt_lookup_gives_the_same_ids_in_fewer_steps(kind: str) -> None:
             assert one.ids == other.ids
 
 
+@pytest.mark.slow
 def test_prompt_lookup_finds_the_longest_and_latest_run() -> None:
     draft = PromptLookup(3)
 
@@ -536,6 +548,7 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
 # What is refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -624,6 +637,7 @@ def test_text_ends_before_a_stop_string(text: str, stop: list[str], wanted: str,
     assert stop == ["aac"] or found[: len(pieces)] == pieces
 
 
+@pytest.mark.slow
 def test_complete_yields_samples_in_order() -> None:
     """Any lengths, text and ids, seeds per prompt; neither slots nor neighbours nor a shared beginning matter."""
     model = tiny()
@@ -653,6 +667,7 @@ def test_prompts_and_texts_may_be_arrays_of_ids(array: Any) -> None:
         assert nnxmoe.score(model, [text])[0].total == nnxmoe.score(model, [ids])[0].total
 
 
+@pytest.mark.slow
 def test_complete_reads_and_writes_text() -> None:
     """The checkpoint's tokenizer by default; chats; stop strings cut text and ids alike, with drafts too."""
     model = load_case_model("llama_basic", nnxmoe.Strategy())
@@ -700,6 +715,7 @@ def test_texts_that_are_none() -> None:
         nnxmoe.score(tiny(), [[1, 2]], top=54)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_teacher_forcing() -> None:
     """Texts of any lengths, with and without a context; greedy marks; perplexity."""
     model, given = tiny(), prompts(7, seed=8, longest=90)
@@ -757,6 +773,7 @@ def test_scores_do_not_depend_on_longer_texts() -> None:
         np.testing.assert_allclose(found.logprobs, nnxmoe.score(model, [text])[0].logprobs, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_capacities_are_not_rounded_beyond_fixed_positions() -> None:
     """37 tokens fit in the 40 positions of a dynamic rotary embedding, and the 64 that would be allotted do not."""
     rope: dict[str, Any] = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}

@@ -60,6 +60,7 @@ def draw(
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
+@pytest.mark.slow
 def test_sampling_allows_strict_rank_promotion() -> None:
     """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
     sampling = Sampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=1)
@@ -176,6 +177,7 @@ def test_invalid_sampling_arguments_are_named(knob: str, value: float) -> None:
 # Sampling of sequences
 
 
+@pytest.mark.slow
 def test_seed_determines_the_samples() -> None:
     sampling = Sampling(temperature=1.5)
     first = run(sampling=sampling, seed=1)
@@ -186,12 +188,14 @@ def test_seed_determines_the_samples() -> None:
     assert not np.array_equal(both[0], both[1])  # equal prompts draw independently
 
 
+@pytest.mark.slow
 def test_steps_are_sampled_independently() -> None:
     """Of flat logits, every step would draw the same token from the same key."""
     for row in run(sampling=Sampling(temperature=1e30)):
         assert len(set(row[1:].tolist())) > 3
 
 
+@pytest.mark.slow
 def test_rows_are_sampled_independently() -> None:
     sampling = Sampling(temperature=1.2, top_k=20, repetition_penalty=1.2)
     pair = run(sampling=sampling)
@@ -201,6 +205,7 @@ def test_rows_are_sampled_independently() -> None:
     assert np.array_equal(run(PROMPT[:1], sampling=sampling)[0], pair[0])
 
 
+@pytest.mark.slow
 def test_single_candidate_equals_greedy() -> None:
     greedy = run()
     for sampling in (Sampling(top_k=1), Sampling(temperature=0), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
@@ -221,6 +226,7 @@ def test_a_large_penalty_forbids_repetition() -> None:
 # End of sequence
 
 
+@pytest.mark.slow
 def test_finished_rows_are_padded() -> None:
     """Each row keeps its end token and is padded after it; generation stops when all rows are finished."""
     free = run(count=8)
@@ -240,6 +246,7 @@ def test_finished_rows_are_padded() -> None:
         assert np.array_equal(row[: end + 1], all_of_it[: end + 1]) and np.all(row[end + 1 :] == 0)
 
 
+@pytest.mark.slow
 def test_a_finished_row_still_counts_for_dynamic_rope() -> None:
     """As in transformers: the frequencies of all rows follow the longest, which goes on after its end."""
     rope = {"rope_type": "dynamic", "factor": 8.0}
@@ -279,6 +286,7 @@ def test_default_eos_token_ids_stop_generation(monkeypatch: pytest.MonkeyPatch) 
 # Prompts
 
 
+@pytest.mark.slow
 def test_padding_does_not_change_the_continuation() -> None:
     """Left, right and two-sided padding, and holes."""
     alone = [run(PROMPT[:1, :4])[0], run(PROMPT[1:])[0]]
@@ -306,6 +314,7 @@ def test_prompt_types() -> None:
             assert np.array_equal(ids, wanted) and ids.dtype == np.int32
 
 
+@pytest.mark.slow
 def test_new_ids_may_be_beyond_the_dtype_of_the_prompt() -> None:
     model = build_tiny("llama", num_hidden_layers=1, vocab_size=400)
     model.generation_config = {"pad_token_id": 399}
@@ -419,6 +428,7 @@ def test_chunk_sizes() -> None:
         assert 0 <= sum(sizes) - length < (64 if sizes[-1] == 64 else 128) and sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["mistral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "deepseek_v3"))]
 )
@@ -444,6 +454,7 @@ def test_prompts_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -
                 prompt = np.append(prompt, [[new]], axis=1)
 
 
+@pytest.mark.slow
 def test_tokens_that_compete_are_read_in_one_piece() -> None:
     """With a capacity it matters which tokens are read together."""
     model = build_tiny("mixtral", nnxmoe.Strategy(dispatch=nnxmoe.Capacity(1.0)))
@@ -497,6 +508,7 @@ def test_programs_are_shared_between_models_and_hold_no_weights() -> None:
 # Text
 
 
+@pytest.mark.slow
 def test_stream_equals_generate_and_decode() -> None:
     """For text and ids as prompts; the end token is not part of the text."""
     model = load_case_model("llama_basic", nnxmoe.Strategy())
@@ -554,6 +566,7 @@ def test_tokens_may_be_lists(case_model: Any) -> None:
     np.testing.assert_allclose(model([[0, 5, 9]]).logits, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step's buffers were donated; no deleted-buffer error replaces the interrupt."""
 
@@ -569,6 +582,7 @@ def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.M
         next(tokens)
 
 
+@pytest.mark.slow
 def test_next_step_starts_before_the_last_token_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -70,6 +70,7 @@ def test_fields_against_transformers(model: nnxmoe.CausalLM) -> None:
         np.testing.assert_array_equal(made, expected, err_msg=name)
 
 
+@pytest.mark.slow
 def test_rows_with_different_rules_share_an_engine(model: nnxmoe.CausalLM) -> None:
     plain = greedy(model)
     rules = [Rules(ngram=1), None, Rules(forced_end=(11,)), Rules(suppressed=(plain[1][0],))]
@@ -110,6 +111,7 @@ def test_sampling_of_a_checkpoint(model: nnxmoe.CausalLM, caplog: pytest.LogCapt
             nnxmoe.Sampling.from_checkpoint(model)
 
 
+@pytest.mark.slow
 def test_fields_that_are_not_applied_are_named_once(model: nnxmoe.CausalLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     model.generation_config = {"do_sample": True, "temperature": 0.6, "num_beams": 2, "top_p": 1.0, "max_length": 9}
@@ -123,6 +125,7 @@ def test_fields_that_are_not_applied_are_named_once(model: nnxmoe.CausalLM, capl
     assert "Sampling.from_checkpoint(model)" in record.getMessage()
 
 
+@pytest.mark.slow
 def test_ids_outside_the_vocabulary_are_ignored(model: nnxmoe.CausalLM) -> None:
     (first, second, *_), _ = greedy(model)
     model.generation_config = {"eos_token_id": [float(second), 10**9, -1], "pad_token_id": 3000, "bos_token_id": [1]}
@@ -157,6 +160,7 @@ def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) ->
     assert default_sampling(model) == nnxmoe.Sampling(1.0, repetition_penalty=1.2)
 
 
+@pytest.mark.slow
 def test_fewest_tokens_with_dynamic_rotary_embeddings() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -59,6 +59,7 @@ def follows(text: str) -> bool:
     return type(found["inner"]["ok"]) is bool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, PromptLookup(3)])
 def test_texts_follow_a_schema(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer, draft: Any) -> None:
     """Greedy and sampled rows together; the ids with drafts are those without."""
@@ -100,6 +101,7 @@ def test_rows_without_a_constraint_are_not_changed(model: nnxmoe.CausalLM, token
         assert one.finish == "stop" and follows(tokenizer.decode(one.ids, skip_special_tokens=True))
 
 
+@pytest.mark.slow
 def test_a_constraint_counts_before_every_other_option(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
     """A text that is complete ends, whatever the bias, the least number of ids or the cut of the distribution."""
     held = Grammar.choice(["yes", 'no "way"'], tokenizer)
@@ -154,6 +156,7 @@ class _Even:
                 out[place, self.end // 32] = 1 << self.end % 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, PromptLookup(2)])
 def test_a_constraint_is_an_object(model: nnxmoe.CausalLM, draft: Any) -> None:
     vocab = model.config.vocab_size

@@ -65,6 +65,7 @@ def _default(*names: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in FAMILIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _default("ring-scanned", "moe-ring", "latent-by-length"))
 def test_fresh_and_last_keep_logits_and_cache(name: str) -> None:
     """Compares the last token's logits and the whole cache for every padding; the prompt is longer than the window."""
@@ -82,6 +83,7 @@ def test_fresh_and_last_keep_logits_and_cache(name: str) -> None:
             assert caches_apart(our_cache, cache, mask) < 2 * PART_TOLERANCE, padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _default("ring-scanned", "deepseek-absorbed"))
 def test_greedy_decoding_matches_full_forward_passes(name: str) -> None:
     """Two prompts of unequal lengths, one padded on the left."""
@@ -216,6 +218,7 @@ def test_last_layer_routes_all_tokens_if_the_dispatch_mixes_them(dispatch: Any, 
     assert drops[0] == drops[1] and (drops[0] > 0) == isinstance(dispatch, Capacity)
 
 
+@pytest.mark.slow
 def test_random_routing_gets_all_tokens() -> None:
     """A token's index determines its jitter noise, and its experts under random routing."""
     model = build_tiny("mixtral", nnxmoe.Strategy(), router_jitter_noise=0.1)
@@ -237,6 +240,7 @@ def test_last_token_prefill_applies_adapters(kind: str) -> None:
     assert max_error(model.logits(model.body(tokens, request=LAST).x), after[:, -1:]) < 2 * PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_last_keeps_one_token_in_final_routing_and_hidden_states() -> None:
     """``last_token_only`` also works without a cache."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, LENGTH)

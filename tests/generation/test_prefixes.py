@@ -79,6 +79,7 @@ class Odd:
         out[: 1 + len(drafts)] = 0xAAAAAAAA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("draft", [None, PromptLookup(3)])
 def test_chats_with_a_constraint(slots: int, draft: Any) -> None:
@@ -98,6 +99,7 @@ def test_chats_with_a_constraint(slots: int, draft: Any) -> None:
     assert kept.prefix_cache.hits >= 2
 
 
+@pytest.mark.slow
 def test_prefixes_of_requests_begin_with_kept_ones() -> None:
     """Samples of one prompt share a prefix of their own, which need not be read whole."""
     model = model_of("mistral")
@@ -128,6 +130,7 @@ def test_the_least_recently_used_is_left_out() -> None:
     assert same is not None and len(same.ids) == 79
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_warming_up_leaves_nothing() -> None:
     model = model_of("mistral")
     engine = Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=0)

@@ -177,6 +177,7 @@ def test_options_of_wrong_types_are_refused_by_name(made: Any, name: str, values
             made(*first, **{name: value})
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types
 def test_scalars_of_array_libraries_are_numbers() -> None:
     """They become numbers of Python, with which records can be compared and hashed."""
@@ -288,6 +289,7 @@ def test_generate_stream_and_score_check_everything_first(no_step: None, monkeyp
 # Prefixes
 
 
+@pytest.mark.slow
 def test_a_prefix_may_be_shared_by_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that keeps prefixes links them by itself; the caller's object stays as it is."""
     beginning = tuple((7 * i) % VOCAB for i in range(80))
@@ -342,6 +344,7 @@ def rows(model: nnxmoe.CausalLM, prompts: Sequence[Sequence[int]], draft: Any = 
 DRAFTS = [None, PromptLookup(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 @pytest.mark.parametrize(
     "options", [{}, {"sampling": WILD}, {"constraint": Odd()}, {"logprobs": None}], ids=lambda options: str(*options)
@@ -359,6 +362,7 @@ def test_a_row_of_nan_logits_ends_and_harms_no_other(
     assert "NaN or infinite" in record.getMessage() and "float16" not in record.getMessage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_nan_after_some_ids_ends_a_row_there(draft: Any) -> None:
     """The ids before are kept; the caches of such a row are not kept for later prompts."""
@@ -373,6 +377,7 @@ def test_nan_after_some_ids_ends_a_row_there(draft: Any) -> None:
     assert request.finish == "error" and request.ids == [BAD] and len(engine.prefix_cache) == 0 and engine.running == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf, jnp.inf])
 def test_logits_without_a_finite_choice(value: float, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(tiny(), slots=1, capacity=80, logits_processor=lambda logits, history: jnp.full_like(logits, value))
@@ -383,6 +388,7 @@ def test_logits_without_a_finite_choice(value: float, caplog: pytest.LogCaptureF
     assert len(caplog.records) == 1 and "process" in caplog.text
 
 
+@pytest.mark.slow
 def test_nan_is_named_by_every_door(caplog: pytest.LogCaptureFixture) -> None:
     """One warning per call; in float16 with the remedy."""
     model, prompts = poisoned("float16"), [[3, 4], [3, BAD]]

@@ -38,6 +38,7 @@ CHUNKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -58,6 +59,7 @@ def test_cached_decoding_equals_the_full_pass(name: str) -> None:
             assert cache.length.tolist() == mask.sum(axis=1).tolist()
 
 
+@pytest.mark.slow
 def test_ring_cache_far_beyond_the_window() -> None:
     """The ring wraps around many times, for a prompt longer and one shorter than the window."""
     model = build_tiny("mistral", sliding_window=7, num_hidden_layers=1)
@@ -78,6 +80,7 @@ def test_positions_default_to_the_index_without_a_cache() -> None:
         assert (error > 1e-2) if padding == "holes" else (error < 2 * PART_TOLERANCE), padding
 
 
+@pytest.mark.slow
 def test_explicit_positions_with_a_cache() -> None:
     model, tokens = build_tiny("llama"), random_tokens(1, 8)
     positions = np.array([[0, 1, 5, 6, 7, 20, 21, 22]], np.int32)
@@ -207,6 +210,7 @@ def test_append_full_writes_in_the_buffers_dtype() -> None:
 # Rows of different lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["mistral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "deepseek_v3"))]
 )
@@ -299,6 +303,7 @@ def test_packed_segments_equal_separate_sequences(kind: str) -> None:
             start += count
 
 
+@pytest.mark.slow
 def test_segments_with_a_cache() -> None:
     """A cache stores each token's segment id; the caller passes positions."""
     model, tokens = build_tiny("mistral"), random_tokens(1, 12)
@@ -338,6 +343,7 @@ def test_mask_equals_its_definition() -> None:
             assert bool(allowed[b, t, s]) == seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "v_width", "window"),
     [(6, 2, 8, 5, 3), (3, 1, 12, 12, None)],
@@ -429,6 +435,7 @@ def operands(length: int, heads: int, kv_heads: int) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal((2, n, length, width)), jnp.float32) for n, width in dims]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("segments", "paddings"), [(False, ["full"]), (True, ["left", "right", "holes"])])
 @pytest.mark.parametrize(
     ("length", "blocks", "window", "heads", "kv_heads"),
@@ -505,6 +512,7 @@ def test_blockwise_does_not_split_a_non_causal_mask() -> None:
     assert told.calls == [(list(range(100, 300)), list(range(300)), False)]
 
 
+@pytest.mark.slow
 def test_mask_part_equals_a_slice_of_the_mask() -> None:
     for padding, segments, window in (("full", False, None), ("left", True, 3), ("holes", False, 4)):
         mask, _ = causal_mask(19, window, padding, segments)
@@ -553,6 +561,7 @@ def context(batch: int, length: int, rope: Rope) -> Context:
     return Context.from_lengths(rope, batch, length)
 
 
+@pytest.mark.slow
 def test_attention_alone_ignores_padding() -> None:
     """A context made from lengths gives the results of the rows alone, in an order of its own choice."""
     model = build_tiny("mistral", sliding_window=3)
@@ -623,6 +632,7 @@ def test_gqa_equals_numpy(window: int | None) -> None:
     assert max_error(y, out) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q_rank", "rotate"), [(None, rotate_pairs), (7, rotate_halves)])
 def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
     """Outputs and gradients of Naive, Absorbed and ByLength."""
@@ -663,6 +673,7 @@ def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
             assert float(jnp.max(jnp.abs(a))) > 0
 
 
+@pytest.mark.slow
 def test_rotations() -> None:
     """Rotations preserve norms, and dot products depend on position differences only."""
     rng = np.random.default_rng(0)
@@ -691,6 +702,7 @@ def test_rotations() -> None:
 # Wrong arguments
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types
 def test_invalid_arguments_are_rejected() -> None:
     model, tokens = build_tiny("llama"), random_tokens(2, 5)

@@ -41,6 +41,7 @@ def model() -> nnxmoe.CausalLM:
     return build(CASE.fields, CASE.weights, ORACLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(5, 1, 1, 7, 3), pytest.param((2, 9, 6), marks=pytest.mark.slow)])
 def test_any_split_of_a_prompt(model: nnxmoe.CausalLM, chunks: tuple[int, ...]) -> None:
     """Windows of entries begin in one pass and end in another."""
@@ -208,6 +209,7 @@ def test_published_codes(published: tuple[Path, Path]) -> None:
     assert max_error(kept(TOKENS).logits, twin(TOKENS).logits) < MODEL_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -113,6 +113,7 @@ def test_chunks_are_steps(segments: bool, rule: Callable[..., Any]) -> None:
         assert max(max_error(found, out), max_error(last, states[:, -1])) < most, length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "length", "chunk"), [(chunk_delta_rule, 9, 4), (chunk_channelwise_delta_rule, 37, 32)])
 def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length: int, chunk: int) -> None:
     inputs, state = random_inputs(length, 1, True, channels=run is chunk_channelwise_delta_rule)
@@ -141,12 +142,14 @@ def packed(layer: GatedDeltaNet) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(layer(jnp.asarray(x)[None], context)[0][0]), wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SeparateProjection, FusedProjection])
 def test_layer_is_the_plain_recurrence(kind: Any) -> None:
     found, wanted = packed(layer_of(kind))
     assert max_error(found, wanted) < PART_TOLERANCE * max(1.0, np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_length(layer: GatedDeltaNet) -> None:
     sizes = [
         sum(a.nbytes for a in jax.tree.leaves(layer.empty_cache(2, n, jnp.dtype("float32"), 1))) for n in (1, 4096)
@@ -207,6 +210,7 @@ MISTAKES: dict[str, Plant] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_mistakes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of(SeparateProjection)
@@ -338,6 +342,7 @@ def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
     return build(case.fields, case.weights)
 
 
+@pytest.mark.slow
 def test_chunks_padding_and_segments(model: nnxmoe.CausalLM) -> None:
     """Cached passes of every size, rows with padding on either side, packed rows, the last token."""
     whole = np.asarray(model(IDS).logits)
@@ -360,6 +365,7 @@ def test_chunks_padding_and_segments(model: nnxmoe.CausalLM) -> None:
     assert max_error(last[1:], model.body(jnp.asarray(IDS), jnp.asarray(mask)).x[1:, -1:]) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_segments_continue_in_the_cache(model: nnxmoe.CausalLM) -> None:
     """The next pass continues the last segment, or begins another."""
     for second in (3, 4):
@@ -373,6 +379,7 @@ def test_segments_continue_in_the_cache(model: nnxmoe.CausalLM) -> None:
         assert max_error(rest.logits, wanted[:, 9:]) < MODEL_TOLERANCE, second
 
 
+@pytest.mark.slow
 def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
     """After a prompt in one pass and three tokens, of which two are taken back, states are bit for bit those after two
     other tokens, and those after the one token alone."""
@@ -429,6 +436,7 @@ class InSteps:
         return out, states[:, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
 def test_a_recurrence_of_the_strategy_computes_passes(kind: str) -> None:
     case, other = load(kind), InSteps()

@@ -90,6 +90,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
@@ -122,6 +123,7 @@ def test_adapters_on_a_custom_storage_format() -> None:
     assert moved == {"b"}  # the gradient of a is zero while b is zero
 
 
+@pytest.mark.slow
 def test_both_orientations_give_the_same_products() -> None:
     rng = np.random.default_rng(0)
     x, d = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 5, 6), (3, 5, 4)))

@@ -93,6 +93,7 @@ def test_default_matmul_per_backend_and_its_explanation(
 TRITON = TritonMatmul(Refusing(), interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ins_first", [False, True])
 @pytest.mark.parametrize(
     "sizes", [[10, 70, 0, 50, 1, 19], [0, 0, 0, 150, 0, 0], [3, 0, 40, 0, 0, 5], [1, 0, 0, 0, 0, 0]]
@@ -114,6 +115,7 @@ def test_triton_equals_the_oracle(sizes: list[int], ins_first: bool) -> None:
         assert a.dtype == jnp.bfloat16 and difference(a, b) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize(
     "codes",
@@ -203,6 +205,7 @@ SPLASHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPLASHED)
 def test_splash_equals_reference(case: str) -> None:
     """Pallas's interpreter runs the kernel; outputs and gradients of real tokens."""
@@ -231,6 +234,7 @@ def on_a_mesh() -> float:
     )
 
 
+@pytest.mark.slow
 def test_splash_on_a_mesh(eight: Callable[..., Any]) -> None:
     assert eight(on_a_mesh) < PART_TOLERANCE
 

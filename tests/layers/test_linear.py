@@ -51,6 +51,7 @@ def test_matmul_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str
         assert close(d_kernel, d_rows.T @ rows if transpose else rows.T @ d_rows, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("y_axis", [-2, -1])
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ def test_grouped_matmul_copies_few_kernels(dtype: str, rows: int) -> None:
     assert temporary_bytes(BlockedMatmul(), x, kernel, sizes) < 3 * kernel[0].nbytes + 4 * x.nbytes + 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("sizes", [[2500, 0, 1, 700], [1, 3100, 0, 99], [1024, 1025, 1023, 128], [0, 0, 3200, 0]])
 def test_grouped_matmul_with_very_different_group_sizes(sizes: list[int], dtype: str) -> None:

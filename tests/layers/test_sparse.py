@@ -71,6 +71,7 @@ def test_highest_scores_are_those_of_a_sort() -> None:
         assert np.array_equal(found, [best(*row, count) for row in zip(scores + 0.0, allowed, strict=True)])
 
 
+@pytest.mark.slow
 def test_an_indexer_chooses_by_its_formula() -> None:
     """Products of rotated queries and normalised keys, in float64; padding, segments and later keys are not chosen."""
     part = randomise(Indexer(9, 7, 5, 6, rotary=ROPE, rotate=rotate_pairs, dtype=F32, rngs=nnx.Rngs(0)))
@@ -178,6 +179,7 @@ class Masked(ReferenceAttention):
         return jnp.einsum("bnts,bnsh->bnth", weights, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [NaiveMLA(), AbsorbedMLA(), AdaptiveMLA(2)])
 def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks: None) -> None:
     """Values and gradients, masked and gathered, in blocks, and in causal parts or not."""
@@ -209,6 +211,7 @@ def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks
         assert (float(jnp.abs(a).max()) > 0) != ("indexer" in str(path)), path
 
 
+@pytest.mark.slow
 def test_few_keys_are_all_attended_to() -> None:
     """Up to ``topk`` keys the output is that of dense attention to the last bit; in a larger cache to rounding."""
     sparse, dense = attention(29, NaiveMLA()), attention(None, NaiveMLA())
@@ -221,6 +224,7 @@ def test_few_keys_are_all_attended_to() -> None:
     assert max_error(sparse(X, context)[0], wanted) > 1e-3
 
 
+@pytest.mark.slow
 def test_no_array_has_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; the limit is that of one block, and of the chosen keys of all queries."""
     for module in (indexer, sparse_attention):
@@ -306,6 +310,7 @@ def engine_ids(model: Any, draft: Any) -> list[list[int]]:
     return [request.ids for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
 def test_rows_of_an_engine_and_drafts_that_are_taken_back(kind: str, made: Made) -> None:
     _, model = made(kind)
@@ -313,6 +318,7 @@ def test_rows_of_an_engine_and_drafts_that_are_taken_back(kind: str, made: Made)
     assert engine_ids(model, None) == engine_ids(model, nnxmoe.PromptLookup(3)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
 def test_tokens_taken_back_leave_nothing(kind: str, made: Made) -> None:
     """The logits after rejected tokens are those without them, to the last bit."""

@@ -120,6 +120,7 @@ class WithoutSinks:
         return self.inner(q, k, v, dataclasses.replace(scores, sinks=None))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_accurate_as_reference() -> None:
     """Errors against float32, of outputs and gradients, are at most 1.2 times those of the reference."""
     mask, _, _ = CASES["left"]
@@ -137,6 +138,7 @@ def test_bfloat16_is_as_accurate_as_reference() -> None:
         assert ours_off < 1.2 * theirs_off + 1e-6
 
 
+@pytest.mark.slow
 def test_accumulates_in_float32() -> None:
     """A running sum in bfloat16 would not change any more after 256 of 1024 equal weights."""
     mask = Mask(jnp.full(2, 1023), None, SlotMetadata(jnp.arange(1024), None, None), None)
@@ -148,6 +150,7 @@ def test_accumulates_in_float32() -> None:
     assert max_error(ours, wanted) < 2**-7
 
 
+@pytest.mark.slow
 def test_query_without_any_key_is_zero() -> None:
     """Without a sink its output is zero, and so are its gradients; with a NaN in its operands, outputs are NaN."""
     index = jnp.arange(LENGTH)
@@ -159,6 +162,7 @@ def test_query_without_any_key_is_zero() -> None:
     assert np.isnan(SMALL(q.at[0, 0, 3, 0].set(jnp.nan), k, v, MaskedSoftmax(plain(None), 0.4))[0, 0, 3]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_without_allowed_pairs_are_skipped(case: str) -> None:
     """The ranges cover every block with an allowed pair, and for plain masks and full caches nothing else."""

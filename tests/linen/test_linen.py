@@ -109,6 +109,7 @@ def test_model_tree_equals_a_handwritten_linen_model(kind: str, scan: bool) -> N
     assert boxes(ours) == boxes(theirs) and jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_equal_maxtext(name: str) -> None:
     """MaxText's parameters and gradients are used under their own names, for whole and packed sequences."""
@@ -190,6 +191,7 @@ def test_model_parity_with_a_handwritten_linen_model(kind: str, scan: bool) -> N
     assert report.parameters == len(nnx.to_flat_state(nnx.state(model))) and report.submodules > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scan"),
     [
@@ -213,6 +215,7 @@ def test_from_linen_gives_the_same_logits(kind: str, scan: bool) -> None:
     same_bits(tree, maxtext.to_tree(linen.from_linen(tree, config), scan_layers=scan))
 
 
+@pytest.mark.slow
 def test_initial_values_equal_the_nnx_model_converted_to_maxtext() -> None:
     tree = nn.meta.unbox(initial(LinenCausalLM(LLAMA), TOKENS))
     model = nnxmoe.models.Llama(LLAMA, rngs=nnx.Rngs(params=first_key(KEY)))
@@ -231,6 +234,7 @@ def first_key(key: jax.Array) -> jax.Array:
     return Module().apply({}, rngs={"params": key})
 
 
+@pytest.mark.slow
 def test_model_arguments_and_outputs() -> None:
     module = LinenCausalLM(MIXTRAL, nnxmoe.Strategy(dispatch=nnxmoe.Dense(), compute_dtype="bfloat16"))
     variables = filled(module, TOKENS)
@@ -246,6 +250,7 @@ def test_model_arguments_and_outputs() -> None:
     assert max_error(padded[:1, 4:], alone) < 1e-5
 
 
+@pytest.mark.slow
 def test_decoding_with_a_cache() -> None:
     module = LinenCausalLM(LLAMA, scan_layers=True)
     variables = filled(module, TOKENS)
@@ -354,6 +359,7 @@ def test_parameters_of_no_known_model_are_refused() -> None:
         declared(layer, *inputs(config), None)
 
 
+@pytest.mark.slow
 def test_query_initialisation_follows_the_attention_scale() -> None:
     """Initial scores are equal for both scales, and so are outputs after converting the weights."""
     x, context = inputs(LLAMA)
@@ -439,6 +445,7 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_wrapped_modules_in_setup_shared_and_vmapped() -> None:
     x = jax.random.normal(KEY, (3, 8))
     module = Twice()
@@ -491,6 +498,7 @@ class LinenNet(nn.Module):
 X = jax.random.normal(jax.random.key(3), (5, 4))
 
 
+@pytest.mark.slow
 def test_third_party_module_tree_and_batch_stats() -> None:
     module, by_hand = linen.wrap(Net, 4), LinenNet()
     variables = module.init(KEY, X)
@@ -591,6 +599,7 @@ def test_vmapped_modules_have_separate_rng_streams() -> None:
 # Built once
 
 
+@pytest.mark.slow
 def test_no_constructor_runs_at_apply() -> None:
     module = linen.wrap(Net, 3)
     x, Net.made = X[:, :3], 0
@@ -647,6 +656,7 @@ def test_compiled_program_is_not_larger_than_linen(scan: bool) -> None:
     assert ours <= theirs and mine <= size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_traced_program_is_not_larger_than_linen(scan: bool) -> None:
     """At most 2 % more equations than handwritten Linen, and no more than flax's ToLinen."""
@@ -660,6 +670,7 @@ def test_traced_program_is_not_larger_than_linen(scan: bool) -> None:
 # Errors
 
 
+@pytest.mark.slow
 def test_boxed_and_unboxed_variables() -> None:
     module = LinenCausalLM(DEEPSEEK, hand.STRATEGY, True)
     boxed = filled(module, TOKENS)

@@ -46,6 +46,7 @@ def check_tree(seed: int) -> tuple[list[str], int, int]:
     return wrong, len(proposed), len(truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 540), marks=pytest.mark.slow)])
 def test_no_row_of_random_trees_is_wrong(seeds: range) -> None:
     """Half of the names are ambiguous. More than half of all parameters still get a row."""

@@ -109,6 +109,7 @@ GREEDY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), GREEDY)
 def test_greedy_decoding_matches_transformers(name: str, strategy: Strategy, case: Any, case_model: Any) -> None:
     """Twelve tokens by cached decoding, with and without left padding."""
@@ -179,6 +180,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", MORE)
 def test_more_configurations_match_the_numpy_decoder(label: str) -> None:
     """One row is left-padded, the other right-padded; DeepSeek gets negative correction biases."""

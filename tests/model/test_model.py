@@ -39,6 +39,7 @@ def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.Cau
 # Scanned and unrolled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The parameters and labels of a model made unrolled; `generate` does it by itself, if memory permits."""
@@ -151,6 +152,7 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     assert program._cache_size() - shapes <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -251,6 +253,7 @@ def test_misspelt_arguments_and_fields_are_answered_with_the_nearest_name() -> N
 # Initial values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_scanned_and_unrolled_models_draw_the_same_values(kind: str) -> None:
     unrolled, scanned = (made(kind, nnx.Rngs(0), stacking=stacking_of(scan)) for scan in (False, True))
@@ -397,6 +400,7 @@ def test_user_parameter_without_axis_names(tmp_path: Path) -> None:
 # NNX introspection
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types  # flax rebuilds our dataclasses with array descriptions as fields
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mixtral", False), ("deepseek_v3", True)])
 def test_tabulate_lists_every_module(kind: str, scan: bool) -> None:
@@ -416,6 +420,7 @@ def test_load_report_and_generation_config_do_not_recompile() -> None:
     assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
 
 
+@pytest.mark.slow
 def test_a_model_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's share of a call does not grow with the number of layers: only the first call splits the model."""
     splits, split, known = [], nnx.split, Cache.lengths.fget
@@ -432,6 +437,7 @@ def test_a_model_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert splits.count("Mixtral") == 1, splits
 
 
+@pytest.mark.slow
 def test_changed_models_are_split_again() -> None:
     """After any change the output is that of a new model with the same parts."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, 6)

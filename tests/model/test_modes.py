@@ -26,6 +26,7 @@ def trained(mode: str) -> tuple[list[float], float, float, dict[str, int]]:
     return losses, error, training.temporary, dict(training.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [pytest.param(mode, marks=pytest.mark.slow if mode != "sparse ring EP8" else []) for mode in MODES],

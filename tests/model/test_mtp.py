@@ -108,6 +108,7 @@ def test_wrong_variants_are_noticed(
         assert max_error(logits, case.arrays[f"logits.{k}"]) > NOTICED, k
 
 
+@pytest.mark.slow
 def test_logits_equal_the_decoder_in_numpy() -> None:
     fields, weights = tiny_mtp(2)
     tokens = random_tokens(2, 9)
@@ -138,6 +139,7 @@ def test_padding_does_not_change_real_positions(loaded: Loaded) -> None:
         assert max_error(logits[there > 0].reshape(wanted.shape), wanted) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "kimi_k2")) for kind in CASES])
 def test_a_cache_gives_what_the_whole_pass_gives(kind: str, loaded: Loaded) -> None:
     """Pairs in one chunk, with padding in it, then one at a time; a row that overflows is NaN, the other is not."""
@@ -266,6 +268,7 @@ def test_loading_without_them_reports_what_is_skipped(loaded: Loaded) -> None:
     assert not report.unexpected and not report.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("kind", CASES)
 def test_saved_and_loaded_again(kind: str, scanned: bool, loaded: Loaded, tmp_path: Path) -> None:
@@ -284,6 +287,7 @@ def test_saved_and_loaded_again(kind: str, scanned: bool, loaded: Loaded, tmp_pa
     assert max_error(logits_ahead(nnxmoe.unscan(model), tokens)[-1], case.arrays[f"logits.{CASES[kind]}"]) < OF[kind]
 
 
+@pytest.mark.slow
 def test_native_folders_without_them_load_without_them(loaded: Loaded, tmp_path: Path) -> None:
     model = nnxmoe.from_pretrained(loaded("kimi_k2")[1])
     nnxmoe.save(model, tmp_path / "ours")
@@ -388,6 +392,7 @@ def test_what_cannot_have_them_is_refused() -> None:
         model_class(config)(config, rngs=None, mtp=True)
 
 
+@pytest.mark.slow
 def test_maxtext_has_no_place_for_them() -> None:
     model = DeepSeekV3(config_from_hf(tiny_mtp(1)[0]), rngs=nnx.Rngs(0), mtp=True)
     with pytest.raises(nnxmoe.CheckpointError, match=r"shared_head\.norm.*without mtp=True"):
@@ -405,6 +410,7 @@ def on_a_mesh(folder: str, tokens: np.ndarray) -> list[np.ndarray]:
     return logits_ahead(model, np.concatenate([tokens] * 4))
 
 
+@pytest.mark.slow
 def test_on_a_mesh(loaded: Loaded, eight: Callable[..., Any]) -> None:
     case, folder, _ = loaded("kimi_k2")
     for k, logits in enumerate(eight(on_a_mesh, str(folder), case.arrays["tokens"])):

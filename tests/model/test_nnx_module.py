@@ -64,6 +64,7 @@ def trained(model: nnxmoe.CausalLM, wrt: Any, steps: int = 3, rate: float = 1e-2
 # Filters and training loops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["moe", "router", "attention", "moe_norm"])
 def test_paths_select_the_parts_that_they_name(model: nnxmoe.CausalLM, part: str) -> None:
     losses, changed = trained(model, nnx.All(nnx.Param, nnx.PathContains(part)), steps=2)
@@ -85,6 +86,7 @@ def test_attributes_of_a_layer_have_the_names_of_paths() -> None:
     assert {key.split(".", 3)[3] for key in keys} <= table
 
 
+@pytest.mark.slow
 def test_flax_finds_adapters(model: nnxmoe.CausalLM) -> None:
     lora.add(model, 2, rngs=nnx.Rngs(1))
     adapters = values(model, nnx.LoRAParam)
@@ -95,6 +97,7 @@ def test_flax_finds_adapters(model: nnxmoe.CausalLM) -> None:
     assert float(eager) < losses[-1] and len(jax.tree.leaves(gradients)) == len(adapters)
 
 
+@pytest.mark.slow
 def test_optax_labels_by_path(model: nnxmoe.CausalLM) -> None:
     """`optax.multi_transform` with labels made of paths, and a mask of the weight decay."""
 
@@ -112,6 +115,7 @@ def test_optax_labels_by_path(model: nnxmoe.CausalLM) -> None:
     nnx.Optimizer(model, masked, wrt=nnx.Param).update(model, nnx.grad(cross_entropy)(model))
 
 
+@pytest.mark.slow
 def test_steps_in_a_scan(model: nnxmoe.CausalLM) -> None:
     """`nnx.scan` over batches, with the model and the optimizer in the carry."""
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -151,6 +155,7 @@ def sown(state: Any) -> list[np.ndarray]:
     return [np.asarray(value) for _, variable in flat for value in variable.get_value()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_capture(model: nnxmoe.CausalLM, run: Callable[..., Any]) -> None:
@@ -165,6 +170,7 @@ def test_capture(model: nnxmoe.CausalLM, run: Callable[..., Any]) -> None:
     nnx.pop(model, nnx.Intermediate)
 
 
+@pytest.mark.slow
 def test_capture_of_every_module(model: nnxmoe.CausalLM) -> None:
     # nnx.tabulate leaves inherited methods on the classes (flax 0.12.8), and a captured `sow` calls itself.
     for part_class in {type(part) for _, part in nnx.iter_modules(model)}:
@@ -179,6 +185,7 @@ def test_capture_of_every_module(model: nnxmoe.CausalLM) -> None:
     assert "attention" in str(state) and max_error(model(IDS).logits, wanted.logits) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_sown_values_do_not_vanish(model: nnxmoe.CausalLM) -> None:
     """Without `nnx.capture` too; a counter is kept as well."""
@@ -229,6 +236,7 @@ class Twice(nnx.Module):
         )
 
 
+@pytest.mark.slow
 def test_wrapped_parts() -> None:
     """Parts without optional attributes: the feed-forward, norms, embedding, router and head."""
     model, other = build_tiny("mixtral"), build_tiny("mixtral")
@@ -288,6 +296,7 @@ def test_exchanged_parts_that_do_not_fit() -> None:
 # Transformations and copies
 
 
+@pytest.mark.slow
 def test_copies_are_equal_and_apart(model: nnxmoe.CausalLM) -> None:
     wanted = model(IDS).logits
     graph, state = nnx.split(model)
@@ -303,6 +312,7 @@ def test_copies_are_equal_and_apart(model: nnxmoe.CausalLM) -> None:
         np.testing.assert_array_equal(model(IDS).logits, wanted)
 
 
+@pytest.mark.slow
 def test_transformations(model: nnxmoe.CausalLM) -> None:
     """`nnx.jit`, `nnx.grad`, `nnx.eval_shape`, `nnx.vmap` over an ensemble, `nnx.tabulate` and `print`."""
     wanted = model(IDS).logits
@@ -339,6 +349,7 @@ def test_export_for_all_sizes(kind: str, sizes: str) -> None:
     assert max_error(np.asarray(exported.call(jnp.asarray(IDS, jnp.int32), real))[real], wanted[real]) < 1e-4
 
 
+@pytest.mark.slow
 def test_export_refuses_sizes_that_must_be_numbers() -> None:
     from tests.support.families import load
 
@@ -352,6 +363,7 @@ def test_export_refuses_sizes_that_must_be_numbers() -> None:
 # Other doors of Flax and Orbax
 
 
+@pytest.mark.slow
 def test_bridge_of_flax_to_linen() -> None:
     """Every weight is in ``params`` with its axes, what is not trained is apart, and a Linen loop trains them."""
     model = build_tiny("deepseek_v3")
@@ -376,6 +388,7 @@ def test_bridge_of_flax_to_linen() -> None:
     assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(gradients["head"]))
 
 
+@pytest.mark.slow
 def test_partition_names_of_every_parameter() -> None:
     """`nnx.get_partition_spec` gives the logical axes, those of adapters and stacked layers included."""
     model = build_tiny("mixtral", nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
@@ -386,6 +399,7 @@ def test_partition_names_of_every_parameter() -> None:
         assert len(spec) == len(variable.shape) and (path[0] != "stacks" or spec[0] == "layers"), path
 
 
+@pytest.mark.slow
 def test_orbax_by_hand(model: nnxmoe.CausalLM, tmp_path: Path) -> None:
     """The state of the model and the optimizer, saved and restored by Orbax alone."""
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

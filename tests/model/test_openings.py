@@ -72,6 +72,7 @@ def test_every_opening_changes_the_output(model: Openings) -> None:
         assert max_error(other(TOKENS).logits, wanted) > 1e-4, number
 
 
+@pytest.mark.slow
 def test_a_recurrence_is_what_it_says(model: Openings) -> None:
     layer, x = model.stacks[3].layers[0].attention, jax.random.normal(jax.random.key(0), (2, 7, 24))
     taps, decay = np.asarray(layer.taps(x)), 1 / (1 + np.exp(-np.asarray(layer.decay(x))))

@@ -139,6 +139,7 @@ MESHES: dict[str, tuple[str, str, int, int, dict[str, int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=pytest.mark.slow if i else ()) for i, mesh in enumerate(MESHES)]
 )
@@ -321,6 +322,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_refusals(eight: Callable[..., Any]) -> None:
     found = eight(refusals)
     for name, message in {

@@ -69,6 +69,7 @@ def test_products_agree(form: str, zero: bool, order: bool) -> None:
             assert max_error(ours, theirs) <= limit * np.abs(theirs).max(), (product, what)
 
 
+@pytest.mark.slow
 def test_w8a8_changes_numbers_and_is_never_a_default() -> None:
     kernel = random_kernel("int8 channel")
     for count in (1, 5):
@@ -90,6 +91,7 @@ def test_two_int8_terms_at_the_ends_of_the_range(rows: list[float]) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=float(np.abs(wanted).max()) * 1e-4 + 1e-35)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["int8 channel", "int4 bfloat16", "fp8 blocks"])
 @pytest.mark.parametrize("group", ["uneven", "empty-ends", "all-left-over", "one-row"])
 def test_grouped_products_of_experts(form: str, group: str) -> None:

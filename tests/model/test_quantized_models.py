@@ -70,6 +70,7 @@ def test_quantised_models(kind: str, name: str) -> None:
         nnxmoe.quantize(made, METHODS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -91,6 +92,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_dispatch(way: str) -> None:
     strategy = nnxmoe.Strategy(dispatch=WAYS[way], stacking=nnxmoe.Scanned())
@@ -134,6 +136,7 @@ def of_one_device(name: str) -> Any:
     return np.asarray(nnxmoe.dequantize(model)(EIGHT_ROWS).logits)
 
 
+@pytest.mark.slow
 def test_meshes_that_split_tiles_are_refused(eight: Callable[..., Any]) -> None:
     assert re.search(
         r"attention\.k\.kernel: 8 devices .*'tensor' .*128 outputs .* tile of 32", eight(splitting, "tensor")
@@ -339,6 +342,7 @@ def test_peak_memory_of_quantising_while_loading(tmp_path: Path) -> None:
 # Caches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["mistral", *(pytest.param(kind, marks=SLOW) for kind in ("llama", "mixtral")), "deepseek_v3"]
 )
@@ -400,6 +404,7 @@ def test_qlora_resumes_bit_for_bit(tmp_path: Path) -> None:
         np.testing.assert_allclose(ours["cross_entropy"], theirs["cross_entropy"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v3", marks=SLOW)])
 def test_merging_into_codes(tmp_path: Path, kind: str) -> None:
     """A float model with the same logits; unmerging restores every bit; requantised by name."""
@@ -459,6 +464,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
     assert "'int5' is not one of int8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "weights", "fits"),
     [
@@ -483,6 +489,7 @@ def test_inspect_of_mixtral(capsys: pytest.CaptureFixture[str], method: str, wei
 LIMITS = {"int8": 1e-3, "fp8": 3e-2, "int4:16": 0.2, "experts=int4:16,others=int8": 0.05}
 
 
+@pytest.mark.slow
 def test_the_demo_keeps_its_predictions() -> None:
     """Mean KL divergence of next-token distributions to the float model, in nats."""
     from nnxmoe.convert.files.hub import DEMO

@@ -194,6 +194,7 @@ def _modes() -> list[Any]:
     return [*MODES, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in cells if cell not in MODES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "select", "mesh"), _modes())
 def test_every_mode_matches_dense_on_one_device(eight: Callable[..., Any], way: str, select: str, mesh: str) -> None:
     """Compares outputs and the gradients of tokens, router and experts."""
@@ -204,6 +205,7 @@ def test_every_mode_matches_dense_on_one_device(eight: Callable[..., Any], way: 
 NARROW = [("sorted", "fsdp8"), ("ragged", "expert4 tensor2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "mesh"),
     _cells(
@@ -239,6 +241,7 @@ def overflow(exchange: Any) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
     return np.stack([small, large]), experts, dropped, by_shard.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [RaggedAllToAll(2.0), RingOfExperts(2.0)])
 def test_buffer_overflow_drops_are_counted_and_isolated(eight: Callable[..., Any], exchange: Any) -> None:
     """All B * T tokens are routed to shard 5, whose buffer has 2 * (B / 8) * T * X rows."""
@@ -282,6 +285,7 @@ def chosen_chunks() -> list[bool]:
         return [*found, text(ChunkedExchange(RaggedAllToAll())) == text(ChunkedExchange(RaggedAllToAll(), 4)) != whole]
 
 
+@pytest.mark.slow
 def test_chunks_are_chosen_by_the_size_of_the_axis(eight: Callable[..., Any]) -> None:
     assert eight(chosen_chunks) == [True, True]
 
@@ -330,6 +334,7 @@ def exchanged(seed: int, room: int) -> tuple[Any, ...]:
     return got, [out, back, experts, sizes, dropped]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "room"), [(0, 1), (1, 7), (2, 15), (0, 40), *(pytest.param(s, 7, marks=pytest.mark.slow) for s in (0, 2))]
 )
@@ -409,6 +414,7 @@ def random_choice() -> tuple[np.ndarray, np.ndarray, list[int]]:
     return one, other, np.bincount(other.reshape(-1), minlength=E).tolist()
 
 
+@pytest.mark.slow
 def test_random_top_k_is_balanced_and_independent_of_the_mesh(eight: Callable[..., Any]) -> None:
     one, other, load = eight(random_choice)
     np.testing.assert_array_equal(one, other)
@@ -448,6 +454,7 @@ def refusal(kind: str) -> str:
     return "taken"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -513,6 +520,7 @@ def test_equal_strategies_compare_equal() -> None:
     assert len(set(same)) == 1 and same[0] != nnxmoe.Strategy()
 
 
+@pytest.mark.slow
 def test_model_reports_drops() -> None:
     tokens = random_tokens(2, 12)
     for factor, lossless in ((0.5, False), (8.0, True)):
@@ -524,6 +532,7 @@ def test_model_reports_drops() -> None:
     assert model(tokens).dispatch is None
 
 
+@pytest.mark.slow
 def test_expert_parallel_without_a_mesh_equals_its_inner_dispatch() -> None:
     x, valid, _ = scenarios()["padding"]
     for inner in (Sorted(), Dense(), Capacity(0.5)):

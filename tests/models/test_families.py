@@ -85,14 +85,21 @@ def errors(model: nnxmoe.CausalLM, case: Frozen) -> Iterator[tuple[str, float]]:
 SCANNED = "deepseek_v2", "olmoe", "glm4_moe", "dots1", "solar_open", "minimax_m2", "hy_v3"  # equal layers compile once
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_match_transformers(kind: str, folders: Callable[[str], Path]) -> None:
-    """Logits and routing, padded or not; single steps with a cache."""
+    """Logits and routing of whole rows, padded or not."""
     strategy = Strategy(stacking=Scanned()) if kind in SCANNED else None
     case, model = load(kind), nnxmoe.from_pretrained(folders(kind), strategy=strategy)
     assert not model.load_report.unexpected and model.config.model_type == kind
     for name, error in errors(model, case):
         assert error < MODEL_TOLERANCE, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_steps_match_transformers(kind: str, folders: Callable[[str], Path]) -> None:
+    case, model = load(kind), nnxmoe.from_pretrained(folders(kind))
     tokens, mask = case.arrays["tokens"], case.arrays["mask"]
     for used, prefix in ((np.ones_like(mask), ""), (mask, "padded.")):
         stepwise, _ = feed(model, tokens, [1] * tokens.shape[1], mask=used, capacity=tokens.shape[1])
@@ -298,6 +305,7 @@ def test_gemma_without_inputs_per_layer() -> None:
     assert max_error(whole(tokens).logits, plain(tokens).logits) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_unused_keys_of_gemma_are_skipped(tmp_path: Path) -> None:
     """Of layers that attend to the keys of others, which published files may have all the same."""
     case = load("gemma4_text")
@@ -345,6 +353,7 @@ def on_mesh(kind: str, way: str, sizes: dict[str, int]) -> float:
     return error / max(1.0, float(jnp.abs(one).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way", "sizes"),
     [plan if i < 4 else pytest.param(*plan, marks=pytest.mark.slow) for i, plan in enumerate(PLANS)],
@@ -423,6 +432,7 @@ def _in_parts(norm: RMSNorm, parts: int) -> RMSNorm:
     return made
 
 
+@pytest.mark.slow
 def test_whole_norm_with_heads_split_over_devices(eight: Callable[..., Any]) -> None:
     error, mistaken = eight(whole_norm_on_shards)
     assert error < PART_TOLERANCE and mistaken > 1e-2
@@ -453,6 +463,7 @@ EQUAL_LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EQUAL_LAYERS)
 def test_maxtext_layout(kind: str) -> None:
     """There and back bit for bit, and the Linen module of that layout computes the same."""
@@ -472,6 +483,7 @@ def test_maxtext_layout(kind: str) -> None:
         assert ("moe_block" in tree["params"]["decoder"]["layers_1"]) == (kind == "qwen3_moe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -933,6 +945,7 @@ MISTAKES: list[tuple[str, Plant]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plant"), [pytest.param(kind, plant, id=f"{kind}-{plant.__qualname__}") for kind, plant in MISTAKES]
 )

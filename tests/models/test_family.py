@@ -51,6 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("toy"), FIELDS, weights())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_new_family_logits_and_saving(checkpoint: Path, scan: bool, tmp_path: Path) -> None:
     model = nnxmoe.from_pretrained(checkpoint, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
@@ -64,6 +65,7 @@ def test_new_family_logits_and_saving(checkpoint: Path, scan: bool, tmp_path: Pa
     assert (nnxmoe.load(tmp_path / "ours")(tokens).logits == model(tokens).logits).all()
 
 
+@pytest.mark.slow
 def test_new_family_generation_adapters_and_inspect(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nnxmoe.from_pretrained(checkpoint)
     tokens = jnp.asarray(random_tokens(2, 12))
@@ -162,6 +164,7 @@ def test_register_refuses_a_faulty_table(changes: dict[str, Any], message: str) 
     assert registry.REGISTERED == registered
 
 
+@pytest.mark.slow
 def test_saving_names_a_parameter_without_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row was removed after registration."""
     config = ToyConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)

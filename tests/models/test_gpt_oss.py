@@ -56,6 +56,7 @@ def model() -> Callable[[str], nnxmoe.CausalLM]:
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_logits_and_greedy_tokens_are_those_of_transformers(model: Any, name: str) -> None:
     """Whole, padded, one token at a time with a cache, and generated."""
@@ -91,6 +92,7 @@ def test_clamped_swiglu_by_its_formula() -> None:
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_saving_writes_the_same_bits(model: Any, tmp_path: Path) -> None:
     """bfloat16 is read and written unchanged; what was MXFP4 becomes the floats that it stands for."""
     for name in FIELDS:

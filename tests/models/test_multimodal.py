@@ -53,6 +53,7 @@ def nested(folder: Path, prefix: str, head: str, **changes: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "head"),
     [
@@ -157,6 +158,7 @@ def _parts(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield name, array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["minimax_m3_vl", "step3p7"])
 def test_published_files_of_newer_families(kind: str, tmp_path: Path) -> None:
     """With their names and towers, nested: MiniMax-M3 and Step-3.7. What is saved has transformers' names."""
@@ -184,6 +186,7 @@ def test_published_files_of_newer_families(kind: str, tmp_path: Path) -> None:
 MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "turned"), [("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
 def test_the_text_of_qwen3_vl_is_qwen3(tmp_path: Path, kind: str, turned: bool) -> None:
     """With all experts of a layer in two tensors, which have inputs before outputs on the hub and are the other way
@@ -215,6 +218,7 @@ def test_the_text_of_qwen3_vl_is_qwen3(tmp_path: Path, kind: str, turned: bool) 
         config_from_hf(around | {"text_config": text | {"use_sliding_window": True}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> None:
     """As published: the text model under ``language_model.``, and the tower and the projector beside it as floats."""

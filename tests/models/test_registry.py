@@ -90,6 +90,7 @@ print(*sorted(name for name in families if "shared" not in name))
 """
 
 
+@pytest.mark.slow
 def test_from_pretrained_imports_one_family() -> None:
     done = subprocess.run([sys.executable, "-c", ONE_FAMILY], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["index", "mixtral", "registry"]

@@ -66,6 +66,7 @@ def test_losses_equal_numpy_loops(select: str, valid: Any) -> None:
         assert abs(float(getattr(balance, name)(routing)) - wanted) < 1e-5 * max(1.0, wanted), name
 
 
+@pytest.mark.slow
 def test_losses_at_perfect_balance() -> None:
     tokens = jnp.arange(8)
     experts = jnp.stack([tokens, (tokens + 1) % E], axis=-1)[None]
@@ -77,6 +78,7 @@ def test_losses_at_perfect_balance() -> None:
     assert float(balance.z_loss(routing)) == pytest.approx(math.log(E) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["switch_loss", "sequence_loss", "maxtext_loss", "z_loss"])
 @pytest.mark.parametrize("select", SELECTS)
 def test_losses_ignore_padding_and_have_gradients(name: str, select: str) -> None:
@@ -119,6 +121,7 @@ def test_updated_bias_follows_the_load() -> None:
     assert max_error(bias, [[0.001, 0, -0.001, 0], [0, 0, 0, 0]]) < 1e-9
 
 
+@pytest.mark.slow
 def test_utilisation() -> None:
     load = jnp.asarray([[4, 4, 4, 4], [16, 0, 0, 0], [0, 0, 0, 0]])
     found = balance.utilization(load, jnp.asarray([0, 4, 0]))
@@ -127,6 +130,7 @@ def test_utilisation() -> None:
     assert max_error(jnp.sum(found.share, -1), [1, 1, 0]) < 1e-6
 
 
+@pytest.mark.slow
 def test_losses_with_nan_padding_and_underflowing_affinities() -> None:
     valid = jnp.ones((3, 7), bool).at[:, 5:].set(False)
     clean = routing_of("sigmoid", valid)

@@ -88,6 +88,7 @@ def test_random_routing_is_balanced(rows: tuple[int, ...], count: int, k: int) -
     assert math.prod(rows) == 1 or not np.array_equal(routing.experts, other.experts)
 
 
+@pytest.mark.slow
 def test_nan_logits_give_nan_weights() -> None:
     """Expert ids stay in range, and other tokens are unaffected."""
     logits = jax.random.normal(jax.random.key(0), (6, 8))
@@ -113,6 +114,7 @@ def test_underflowing_affinities_have_a_gradient() -> None:
     assert abs(float(jax.grad(of)(usual)[1, 2] - slope)) < 1e-3
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_index() -> None:
     """Exact ties among experts and among groups; integer logits produce hundreds of them."""
     flat = SigmoidGroupTopK(3, 4, 2, True, 1.0)(jnp.zeros((1, 8)), jnp.zeros(8))
@@ -220,6 +222,7 @@ def test_grouped_matmul_backends_equal_the_oracle(name: str) -> None:
         assert np.all(np.asarray(got[2])[empty] == 0), (label, "kernels of empty groups")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["uneven", "rows-left-over", "one-row"])
 def test_grouped_matmul_in_bfloat16(name: str) -> None:
     """bfloat16 in and out with float32 accumulation: within one rounding of the exact product."""
@@ -232,6 +235,7 @@ def test_grouped_matmul_in_bfloat16(name: str) -> None:
             assert max_error(a, b) <= 0.02 * max(1.0, float(jnp.max(jnp.abs(b), initial=0))), (label, what)
 
 
+@pytest.mark.slow
 def test_rows_without_a_group_do_not_reach_the_output() -> None:
     """Rows after the last group are the unused end of a buffer and may be NaN; zero times NaN is NaN."""
     rows, kernel, sizes = problem("rows-left-over", jnp.float32)
@@ -268,6 +272,7 @@ def test_group_sizes_do_not_recompile() -> None:
         assert run._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (count, _) in GROUPS.items() if count])
 def test_aligned_groups_are_multiples_of_the_block(name: str) -> None:
     """Groups start at block boundaries, and the buffer holds all rows."""
@@ -315,6 +320,7 @@ def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[in
     return len(seen)
 
 
+@pytest.mark.slow
 def test_work_scales_with_rows_and_not_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dense oracle MaskedMatmul scales with experts, which validates the counter."""
     few, many = [8, 8, 16, 0], [8, 8, 16, *[0] * 29]
@@ -429,6 +435,7 @@ def test_dispatches_agree(k: int, masked: bool) -> None:
         assert all(max_error(a, b) < PART_TOLERANCE for a, b in pairs), (dispatch, matmul)
 
 
+@pytest.mark.slow
 def test_router_kernel_gradient_equals_finite_differences() -> None:
     """Checked where no expert choice flips."""
     x = inputs(1, 4)
@@ -451,6 +458,7 @@ def test_a_shared_expert_is_added_once_and_unweighted() -> None:
     assert max_error(moe(x)[0] - alone(x)[0], moe.shared(x)) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_zero_tokens() -> None:
     x = jnp.zeros((2, 0, 8))
     for dispatch, matmul in ((Dense(), MaskedMatmul()), (Sorted(), BlockedMatmul()), (Sorted(), RaggedDotMatmul())):
@@ -567,6 +575,7 @@ def test_capacity_drops_exactly_the_overflow(
     assert max_error(y, wanted) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_kept_tokens_are_unaffected_by_drops() -> None:
     moe, x = make_moe(Capacity(0.6), shared=False), inputs(2, 12)
     y, info = moe(x)
@@ -578,6 +587,7 @@ def test_kept_tokens_are_unaffected_by_drops() -> None:
     assert max_error(y, whole, kept) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_batch_rows_do_not_share_capacity() -> None:
     moe, x = make_moe(Capacity(0.6), shared=False), inputs(3, 12)
     together = moe(x)[0]
@@ -585,6 +595,7 @@ def test_batch_rows_do_not_share_capacity() -> None:
     assert max_error(together, alone) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_padding_uses_no_capacity() -> None:
     """With leading padding, each expert still has capacity for the real tokens."""
     moe, x = make_moe(Capacity(1.0), shared=False), inputs(1, 24)
@@ -650,6 +661,7 @@ def test_jitter_depends_on_the_key_and_not_on_the_stacking() -> None:
         assert max_error(model(tokens).logits, plain.logits) < 1e-5
 
 
+@pytest.mark.slow
 def test_every_layer_has_jitter_of_its_own() -> None:
     """Layers that add nothing and share a router see equal inputs: only their noise can differ."""
     model = build_tiny("mixtral", nnxmoe.Strategy(), router_jitter_noise=0.5)

@@ -45,6 +45,7 @@ def test_guides_do_not_install_from_an_index() -> None:
     assert not [path for path in guides if "install 'nnxmoe[" in path.read_text(encoding="utf-8")]
 
 
+@pytest.mark.slow
 def test_message_for_a_missing_library(tmp_path: Path) -> None:
     code = "import sys; sys.modules['gguf'] = None; from nnxmoe.convert.gguf.gguf_file import library; library()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

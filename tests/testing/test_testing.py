@@ -224,6 +224,7 @@ class FusedMLP(nn.Module):
         return nn.Dense(WIDTH, use_bias=False, name="out")(nn.silu(gate) * up)
 
 
+@pytest.mark.slow
 def test_rows_of_several_arrays() -> None:
     """One Linen array from two of NNX, and two Linen arrays from one of NNX; mistakes are found."""
     x = jax.random.normal(jax.random.key(0), (2, 3, WIDTH))
@@ -385,6 +386,7 @@ def drawn(scan: bool) -> Any:
     return jax.tree.map(lambda a: np.random.default_rng(a.ndim).standard_normal(a.shape, np.float32), shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_linen_parameters_in_a_module_of_the_user(stacked: bool, scan: bool) -> None:
@@ -396,6 +398,7 @@ def test_linen_parameters_in_a_module_of_the_user(stacked: bool, scan: bool) -> 
     assert jax.tree.all(jax.tree.map(jnp.array_equal, keys, nnx.state(module, nnx.RngState)))
 
 
+@pytest.mark.slow
 def test_linen_parameters_are_transposed_cast_and_placed() -> None:
     variables, module = drawn(False)["params"], Blocks(True, jnp.bfloat16)
     for block in variables.values():
@@ -425,6 +428,7 @@ def test_linen_parameters_are_transposed_cast_and_placed() -> None:
     np.testing.assert_allclose(gated(X), want, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_fault_of_linen_parameters_is_listed() -> None:
     """The module is not changed."""
     variables, module = drawn(False), Blocks(False)
@@ -470,6 +474,7 @@ def test_every_fault_of_linen_parameters_is_listed() -> None:
 # Equal modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scan", "linen_scan", "remat"),
     [
@@ -501,6 +506,7 @@ def test_mixtral_pass_and_routing_fault(scan: bool) -> None:
     assert f"DIFFER {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause is inside it" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "lines"),
     [
@@ -517,6 +523,7 @@ def test_differing_step_of_a_moe_block_is_named(fault: str, lines: list[str]) ->
         assert "decoder/layers_1/MoeBlock_0:\n" in text and re.search(".*\n *".join(lines), text)
 
 
+@pytest.mark.slow
 def test_exchanged_parameters_are_named() -> None:
     """Norms of equal shapes in all layers, kernels, and modules with several parameters."""
     model, tokens = llama(2), {"nnx_call": lambda m, t: m(t).logits}
@@ -537,6 +544,7 @@ def test_exchanged_parameters_are_named() -> None:
     assert "exchanged" not in difference(testing.assert_module_parity, mlp(), Mlp("no activation"), GATED, X)
 
 
+@pytest.mark.slow
 def test_single_modules_pass() -> None:
     norm = randomise(RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
     assert testing.assert_module_parity(norm, Norm(), {"scale": "scale"}, X).submodules == 1
@@ -545,6 +553,7 @@ def test_single_modules_pass() -> None:
     assert testing.assert_module_parity(module, Attention(), DIVIDED, (X,), **how).submodules == 5
 
 
+@pytest.mark.slow
 def test_comparison_does_not_modify_the_modules() -> None:
     model = llama(1)
     before = nnx.split(model)[0]
@@ -661,6 +670,7 @@ PARTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PARTINGS)
 def test_first_differing_submodule_is_named(fault: str) -> None:
     """Layer 1 of 3 is faulty; the report names the last agreeing and first differing submodule."""
@@ -673,6 +683,7 @@ def test_first_differing_submodule_is_named(fault: str) -> None:
     assert "39 calls" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scan", "linen_scan"), [(True, False), (True, True), (False, True)])
 def test_differing_layer_of_a_scan_is_named(scan: bool, linen_scan: bool) -> None:
     """Scanned Linen layers are identical, so there the first layer is faulty."""
@@ -759,6 +770,7 @@ def test_tolerance_is_relative_to_the_largest_value() -> None:
 # Gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_differing_gradient_nearest_to_the_output_is_named(scan: bool) -> None:
     """Outputs are equal, and so are gradients of parameters after the fault."""
@@ -909,6 +921,7 @@ def test_arguments_that_cannot_be_compared() -> None:
             testing.assert_module_parity(norm(), Norm(), {"scale": ("scale", make)}, X)
 
 
+@pytest.mark.slow
 def test_outputs_without_gradients() -> None:
     """Integer outputs, such as chosen experts, are compared; they have no gradients."""
     choose: dict[str, Any] = {"nnx_call": lambda m, x: m(x).argmax(-1), "linen_call": lambda m, x: m(x).argmax(-1)}

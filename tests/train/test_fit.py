@@ -232,6 +232,7 @@ def test_objectives_may_capture_arrays() -> None:
 # Errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_objective_may_be_a_function(accumulate: int) -> None:
     """Batches with fields of their own; with accumulation its mean over the parts; evaluated as it is trained."""
@@ -254,6 +255,7 @@ def test_an_objective_may_be_a_function(accumulate: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_distillation_as_the_guide_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code, on packed rows: the loss is the divergence from the teacher over the whole vocabulary, and falls."""
     text = (ROOT / "nnxmoe" / "train" / "README.md").read_text()
@@ -295,6 +297,7 @@ def test_unusable_objectives_and_optimizers() -> None:
             fit(model, [data], **settings(**{"bias_rate": 0.0} | options))
 
 
+@pytest.mark.slow
 def test_an_objective_may_return_metrics() -> None:
     """Beside the loss; with accumulation their means."""
     batch = {"tokens": random_tokens(4, 6), "weight": np.arange(4.0)}
@@ -343,6 +346,7 @@ def test_preference_loss_with_the_base_model_as_reference() -> None:
     np.testing.assert_array_equal(lora.without(done.model)(batch["liked"]).logits, before)
 
 
+@pytest.mark.slow
 def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
@@ -355,6 +359,7 @@ def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> N
         fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c", objective=Objective(head=head)))
 
 
+@pytest.mark.slow
 def test_non_finite_parameters_are_not_saved(tmp_path: Path) -> None:
     """The gradients are finite, but no run could continue from such a checkpoint."""
     with pytest.raises(
@@ -479,6 +484,7 @@ def test_reports_are_read_while_the_next_step_is_computed(events: list[str], tmp
         assert {k: metrics[k] for k in names} == {k: others[k] for k in names}
 
 
+@pytest.mark.slow
 def test_late_callbacks_see_no_model_and_cannot_stop(events: list[str]) -> None:
     model = build_tiny("mixtral", PLAIN)
     with pytest.raises(ValueError, match="a late callback is called after the next step has started"):
@@ -489,6 +495,7 @@ def test_late_callbacks_see_no_model_and_cannot_stop(events: list[str]) -> None:
         fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.step == 3)])
 
 
+@pytest.mark.slow
 def test_no_report_is_lost_where_the_data_are_refused(events: list[str]) -> None:
     batches = [next(Draws())] * 3 + [{"tokens": np.full((4, 9), 99, np.int32)}]
     with pytest.raises(ValueError, match="99"):
@@ -550,6 +557,7 @@ def test_resuming_on_another_base_model_and_mesh(eight: Callable[..., Any], tmp_
     eight(on_another_base, str(tmp_path / "c"), True)
 
 
+@pytest.mark.slow
 def test_batches_of_lists_and_objects_with_an_array() -> None:
     """As the model takes them: lists, and what NumPy can read (torch tensors)."""
 
@@ -594,12 +602,14 @@ def test_unusable_evaluation_is_refused_before_the_first_step(held: list[Any], m
         )
 
 
+@pytest.mark.slow
 def test_callback_that_stops_leaves_a_final_evaluation() -> None:
     batch, stop = {"tokens": random_tokens(2, 5)}, [lambda progress: progress.step == 2]
     done = fit(build_tiny("llama", PLAIN), [batch], **settings(evaluate=[batch]), callbacks=stop)
     assert [sorted(metrics.keys() & {"eval_loss"}) for metrics in done.history] == [[], ["eval_loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "stops"),
     [
@@ -634,6 +644,7 @@ def test_callback_with_several_booleans_is_refused() -> None:
 # Finished runs
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_evaluated(tmp_path: Path) -> None:
     """Its history is that of its last step, so that a cell that is run again finds its metrics."""
     model, batch, others = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}, {"tokens": random_tokens(2, 7)}
@@ -656,6 +667,7 @@ def test_default_checkpoints_are_those_of_a_folder(tmp_path: Path) -> None:
 # Memory
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("known", [True, False])
 def test_batches_that_cannot_fit_are_refused_before_compiling(
@@ -677,6 +689,7 @@ def test_batches_that_cannot_fit_are_refused_before_compiling(
     BatchLimit.of(Step(model, optax.sgd(0.1)), model, refuse_state(Step(model, optax.sgd(0.1)))).refuse((2**40, 2**40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"remat": nnxmoe.Remat()}, {"stacking": nnxmoe.Unrolled()}])
 def test_the_bound_of_activations_is_below_what_a_step_takes(changes: Any) -> None:
     """By XLA's own account, also where only the adapters of the last layer are trained."""
@@ -713,6 +726,7 @@ def scaled(model: nnxmoe.CausalLM, batch: Any) -> Any:
     return SCALE * jnp.mean(model(batch["tokens"]).logits ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types  # checked annotations wrap functions in closures, which have no static key
 @pytest.mark.parametrize("of_function", [False, True])
 def test_a_second_fit_compiles_nothing(of_function: bool, compiled: list[str], tmp_path: Path) -> None:
@@ -735,6 +749,7 @@ def test_a_second_fit_compiles_nothing(of_function: bool, compiled: list[str], t
         assert [m["loss"] for m in one.history] == [m["loss"] for m in other.history]
 
 
+@pytest.mark.slow
 def test_what_changes_the_step_compiles_it_again(monkeypatch: pytest.MonkeyPatch, compiled: list[str]) -> None:
     """Settings of optimizers and of JAX, captured arrays, and globals of an objective."""
     model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(3, 7)}
@@ -781,6 +796,7 @@ def test_static_keys_compare_what_functions_consist_of() -> None:
         assert static_key(scale(opaque)) is None
 
 
+@pytest.mark.slow
 def test_static_keys_keep_no_model(compiled: list[str]) -> None:
     """The programs that are kept hold no arrays of the model, the optimizer's state or the objective."""
     model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}

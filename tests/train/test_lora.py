@@ -224,6 +224,7 @@ def one_layer(kind: str, **choices: Any) -> np.ndarray:
     return logits(fill(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -254,6 +255,7 @@ def test_scanned_equals_unrolled(kind: str) -> None:
     assert max_error(logits(ours), logits(theirs)) < 1e-5
 
 
+@pytest.mark.slow
 def test_generation_equals_that_of_the_merged_model() -> None:
     model = build_tiny("deepseek_v3", Strategy(), num_hidden_layers=1)
     lora.add(model, 4, alpha=6, targets="attention", rngs=nnx.Rngs(0))
@@ -282,6 +284,7 @@ def test_merge_keeps_logits_and_unmerge_restores_bits(kind: str, scan: bool) -> 
     assert nnx.graphdef(strip_metadata(model)) == nnx.graphdef(strip_metadata(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_unmerge_restores_bfloat16_bits(scan: bool) -> None:
     """Merging adds in float32 and rounds once."""
@@ -321,6 +324,7 @@ WRITERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "scan"), [("hf", True), ("native", True), ("maxtext", True), ("tree", False)])
 def test_saving_the_model_requires_merging(tmp_path: Path, way: str, scan: bool) -> None:
     """No model format drops adapters silently; after merging, the saved weights include them."""
@@ -546,6 +550,7 @@ def test_damaged_files_are_named_in_the_error(tmp_path: Path, what: str) -> None
     assert not adapted_slots(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_adapters_of_some_layers(tmp_path: Path, scan: bool) -> None:
     """One layer without, one of lower rank and another alpha; stacks hold zeros, and files only what there is."""
@@ -578,6 +583,7 @@ def test_adapters_of_some_layers(tmp_path: Path, scan: bool) -> None:
     assert (logits(moved) == before).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_adapters_of_embedding_and_head(tmp_path: Path, tied: bool) -> None:
     """They are trained, saved and, unless the two share a table, merged."""

@@ -73,6 +73,7 @@ def test_csv_log_rejects_new_columns(tmp_path: Path) -> None:
         log.add({"step": 2, "mfu": 0.5})
 
 
+@pytest.mark.slow
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="pip install tensorboardX"):
@@ -102,6 +103,7 @@ class WandbRun:
         self.noted.append(("finish", exit_code))
 
 
+@pytest.mark.slow
 def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run begins and ends with each call of `fit`, with an exit code of 1 after an error."""
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -132,6 +134,7 @@ def slowly(count: int) -> Iterator[Any]:
         yield {"tokens": random_tokens(2, 5)}
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_have_the_same_names_in_every_log(tmp_path: Path) -> None:
     """Data that take 50 ms a batch show in it; waiting for data and device is within the seconds of a step, checkpoints
     and evaluations are outside."""
@@ -168,6 +171,7 @@ def traced(folder: Path) -> list[Any]:
         return sorted(dict(e.stats)["step_num"] for line in lines for e in line.events if e.name == "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [True, False])
 def test_profiles_cover_exactly_their_steps(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not the first, which compiles, also if each step waits for a callback; a checkpoint is due within them."""
@@ -182,6 +186,7 @@ def test_profiles_cover_exactly_their_steps(late: bool, tmp_path: Path, caplog: 
     assert len(list(tmp_path.rglob("*.trace.json.gz"))) == 1
 
 
+@pytest.mark.slow
 def test_profiles_of_short_and_failed_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They end with the run, so that the next run can be profiled."""
     model, batches = build_tiny("llama"), [{"tokens": random_tokens(2, 5)}] * 3
@@ -345,6 +350,7 @@ def test_early_stopping_counts_measurements(losses: list[float], options: Any, s
             assert next((each.step for each in held_out(*losses) if stop(each)), None) == stops
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_a_run() -> None:
     """With a learning rate of 0 nothing improves; the other callbacks need not wait for each step."""
     batch = {"tokens": random_tokens(2, 5)}
@@ -356,6 +362,7 @@ def test_early_stopping_ends_a_run() -> None:
         assert len(done.history) == steps and "eval_loss" in done.history[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "evaluate", "message"),
     [

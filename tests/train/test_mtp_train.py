@@ -164,6 +164,7 @@ def test_packed_documents_equal_separate_ones() -> None:
     assert abs(gradients(merged)[0].mtp - one[0].mtp) > 1e-2
 
 
+@pytest.mark.slow
 def test_logits_are_computed_in_chunks() -> None:
     """All logits at once are in no array of the program; the slow oracle has them."""
     vocab, batch = 53, jax.tree.map(jnp.asarray, packed())
@@ -212,6 +213,7 @@ def test_a_mesh_gives_the_same_gradients(eight: Callable[..., Any]) -> None:
             assert max_error(grad, wanted[1][name]) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_router_bias_of_prediction_layers_is_updated() -> None:
     step = Step(tiny(), optax.sgd(0.0), OBJECTIVE, bias_rate=0.25)
     before = step.init()
@@ -226,6 +228,7 @@ def test_router_bias_of_prediction_layers_is_updated() -> None:
         assert apart.sum() > 4 and max_error(after.frozen[name] - before.frozen[name], moved, apart) < 1e-6
 
 
+@pytest.mark.slow
 def test_layers_that_the_objective_leaves_out_stay_as_they_are() -> None:
     """They have no moments, no decay and no gradients, and the step is that of a model without them."""
     names = []
@@ -250,6 +253,7 @@ def test_a_model_without_them_is_refused() -> None:
 # Adapters and runs
 
 
+@pytest.mark.slow
 def test_adapters_reach_prediction_layers(tmp_path: Path) -> None:
     """They are saved under the layers' numbers, and loaded."""
     model = nnx.clone(tiny())

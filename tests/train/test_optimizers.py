@@ -77,6 +77,7 @@ def muon_against_files(kind: str, scan: bool, mesh: dict[str, Any] | None = None
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v3", marks=SLOW)])
 def test_muon_equals_one_array_per_matrix(kind: str, scan: bool) -> None:
@@ -228,6 +229,7 @@ def not_a_number(x: Any, kernel: Any, targets: Any, weights: Any, z: float, shar
     return total * jnp.where(jnp.any(targets == 7), jnp.nan, 1.0), entropy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", pytest.param("deepseek_v3", marks=SLOW)])
 def test_steps_that_are_not_finite_are_skipped(kind: str, tmp_path: Path) -> None:
     """Parameters, moments and biases are those of a run without these batches; three in a row end the run, also where

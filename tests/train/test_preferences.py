@@ -130,6 +130,7 @@ def gradients(accumulate: int = 1, **options: Any) -> Any:
     return losses, grads
 
 
+@pytest.mark.slow
 def test_references_are_those_of_rows_alone() -> None:
     """Also of one that is read again, and with everything of the batch kept."""
     known = alone(tiny(1), pairs())
@@ -141,6 +142,7 @@ def test_references_are_those_of_rows_alone() -> None:
     assert set(found[1]) == {*pairs(), "reference_logps"}
 
 
+@pytest.mark.slow
 def test_loss_gradients_and_metrics() -> None:
     """The routers' losses are those of both rows of all pairs."""
     losses, grads = gradients(label_smoothing=NOISE, balance=0.5, router_z_loss=0.25)
@@ -185,6 +187,7 @@ def fitted(model: nnxmoe.CausalLM, data: Any, objective: Any, **options: Any) ->
     return train.fit(model, data, objective=objective, optimizer=ADAM, **{"steps": 3} | options)
 
 
+@pytest.mark.slow
 def test_the_reference_of_adapters_is_the_model_without_them() -> None:
     """The margin begins at 0 and grows."""
     ours = fitted(ready(), [pairs()], DPO(lora.without))

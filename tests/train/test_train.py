@@ -134,6 +134,7 @@ def head_case(seed: int, tied: bool, dtype: Any, shape: tuple[int, int]) -> tupl
     return x, kernel, targets, jnp.asarray(rng.random(shape) * (rng.random(shape) > 0.3), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("shape", "logits"), [((1, 23), 1), ((1, 23), 37 * 5), ((3, 7), 37 * 6), ((2, 5), 1 << 20), ((1, 1), 40)]
@@ -161,6 +162,7 @@ def test_head_gradient_is_float32_with_bfloat16_activations() -> None:
     assert max_error(by_x, by_x_2) < 0.05 and max_error(by_kernel, by_kernel_2) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [700, pytest.param(900, marks=pytest.mark.slow)])
 def test_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> None:
     """1 / 700 and 1 / 900 are 0.13 % and 0.25 % from the nearest bfloat16."""
@@ -312,6 +314,7 @@ def test_router_bias_is_updated_by_the_load_only(scan: bool) -> None:
     assert row == len(report.losses.load) == 2 and int(report.losses.load.sum()) == 2 * 33 * 3
 
 
+@pytest.mark.slow
 def test_non_finite_gradients_skip_the_update() -> None:
     model = build_tiny("llama", PLAIN)
     model.stacks[0].layer.feed_forward.down.kernel.set_value(
@@ -350,6 +353,7 @@ def test_bfloat16_models_train_float32_master_weights() -> None:
     assert out(fields["tokens"]).logits.dtype == jnp.float32 and out.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
@@ -405,12 +409,14 @@ def test_optimizers_get_value_grad_and_value_fn(accumulate: int) -> None:
     assert moved == pytest.approx(float(second.losses.total), rel=1e-6) and moved < value
 
 
+@pytest.mark.slow
 def test_lbfgs_traces() -> None:
     step = Step(build_tiny("llama", PLAIN), optax.lbfgs())
     state, _ = jax.eval_shape(step.definition.step, step.shapes(), {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)})
     assert jax.tree.structure(state) == jax.tree.structure(step.shapes())
 
 
+@pytest.mark.slow
 def test_invalid_settings() -> None:
     model = build_tiny("llama", PLAIN)
     for wrong, message in (({"accumulate": 0}, "accumulate must be"), ({"trainable": nnx.BatchStat}, "no variable")):
