@@ -1,6 +1,7 @@
 """Configuration of the documentation site: ``sphinx-build -W notebooks SITE`` (extra ``docs``)."""
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 
@@ -17,9 +18,10 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+if "READTHEDOCS" in os.environ:
+    extensions.append("sphinx.ext.viewcode")  # the sources as pages, which take a third of the build
 exclude_patterns = ["README.md", "**.ipynb_checkpoints"]
 
 suppress_warnings = ["ref.python"]  # several classes have attributes of the same name
