@@ -355,7 +355,7 @@ def test_sentencepiece_merges_come_from_the_scores(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; supported: gpt2 and llama"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "jina"}, "tokenizer.ggml.pre 'jina' is not known"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "jina"}, "tokenizer.ggml.pre 'jina'"),
         ({"tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores has 1 entries, but there are 271 tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 entries"),
         ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id is 999, but there are 271 tokens"),

@@ -159,7 +159,7 @@ WRONG: list[tuple[Any, str, list[Any]]] = [
     (Engine, "ahead", [-1, "1"]),
     (Engine, "prefix_bytes", [-1, None]),
     (Engine, "limits", [5, Sampling()]),
-    (Engine, "process", [5, "x", dict]),
+    (Engine, "logits_processor", [5, "x", dict]),
     (Engine, "grouping", [5]),
     (Engine, "draft", [5, "on", PromptLookup]),
 ]
@@ -250,7 +250,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x", 5]}, "stop="),
     ({"draft": "on"}, "draft"),
     ({"sampling": 5}, "sampling=5"),
-    ({"process": 5}, "process"),
+    ({"logits_processor": 5}, "logits_processor"),
     ({"n": 1.5}, "n must be"),
     ({"slots": 0}, "slots must be"),
     ({"prompts": 5}, "complete takes a list of prompts"),
