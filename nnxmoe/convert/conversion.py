@@ -184,10 +184,10 @@ def convert(
     if verify:
         _compare(arrays, writer, target)
         source_logits, saved_config = _logits(model), model.config
-        dtype = model.dtype if quantized_kernels(model) else None  # dequantization defaults to bfloat16
+        quantized_dtype = model.dtype if quantized_kernels(model) else None
         del model, arrays
-        saved_logits = _logits(writer.load(target, saved_config, dtype, strategy))
-        difference = _difference(source_logits, saved_logits, target, roundings)
+        saved = _load_saved(target, to, saved_config, quantized_dtype, strategy)
+        difference = _difference(source_logits, _logits(saved), target, roundings)
     assert report is not None
     speeds = report.bytes_per_second, write_speed
     return ConversionResult(report.source, target, num_arrays, num_bytes, *speeds, difference, roundings)
@@ -278,6 +278,16 @@ def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:
                     f"{target}: {name} differs from the written array: check the disk, delete the folder and retry"
                 )
             bar.update(array.nbytes)
+
+
+def _load_saved(target: str, to: str, config: DecoderConfig, quantized_dtype: Any, strategy: Strategy) -> CausalLM:
+    """Load the written checkpoint. ``quantized_dtype`` is the dtype of a quantized model, else None.
+
+    Quantized kernels stay quantized, because dequantization rounds.
+    """
+    if to == "hf" and quantized_dtype is not None:
+        return pretrained.from_pretrained(target, quantized_dtype, strategy=strategy, keep_quantized=True)
+    return FORMATS[to].load(target, config, quantized_dtype, strategy)
 
 
 def _logits(model: CausalLM) -> np.ndarray:

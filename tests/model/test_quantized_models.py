@@ -458,7 +458,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
     assert "int4" in capsys.readouterr().out
     assert main(["generate", str(tmp_path / "int4"), "Once", "--max-new-tokens", "2", "--keep-quantized"]) == 0
     assert main(["generate", "demo", "Once", "--quantize", "int8", "--keep-quantized"]) == 1
-    assert "keep_quantized and quantize cannot be combined" in capsys.readouterr().err
+    assert "keep-quantized cannot be combined with --quantize" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["generate", "demo", "Once", "--quantize", "int5"])
     assert "'int5' is not one of int8" in capsys.readouterr().err

@@ -223,7 +223,7 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(
     assert [path.name for path in tmp_path.iterdir()] == ["task.jsonl"]
     for options, message in (
         ({"quantize": "int5"}, "'int5' is not one of int8"),
-        ({"quantize": "int4", "keep_quantized": True}, "keep_quantized and quantize cannot be combined"),
+        ({"quantize": "int4", "keep_quantized": True}, "keep_quantized=True cannot be combined with quantize="),
         ({"dtype": "float8"}, "float8 is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
