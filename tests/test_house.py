@@ -13,6 +13,7 @@ import pytest
 
 from nnxmoe.api import MODULES as MODULES_OF_NAMES
 from nnxmoe.models import MODELS
+from tests.support.import_graph import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nnxmoe"
@@ -72,19 +73,7 @@ ACCELERATOR_KERNELS = {
 UPWARDS: set[tuple[str, str]] = set()
 
 
-def sources() -> dict[str, Path]:
-    """Module name -> file, for the package and its models."""
-    found = {}
-    for folder, prefix in ((PACKAGE, "nnxmoe"), (ROOT / "models", "nnxmoe.models")):
-        for path in sorted(folder.rglob("*.py")):
-            if folder == PACKAGE and path.is_relative_to(PACKAGE / "models"):
-                continue
-            parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join((prefix, *parts)).removesuffix(".__init__")] = path
-    return found
-
-
-SOURCES = sources()
+SOURCES = {module: path for module, path in sources().items() if not module.startswith("tests")}
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nnxmoe.api import MODULES as MODULES_OF_NAMES
+from nnxmoe.models.index import MODULE_OF_CLASS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"nnxmoe": ROOT / "nnxmoe", "nnxmoe.models": ROOT / "models", "tests": ROOT / "tests"}
@@ -29,10 +30,12 @@ def sources() -> dict[str, Path]:
 
 
 def module_of(name: str) -> str | None:
-    """The module that a dotted name comes from: a public name of `nnxmoe` comes from the module that defines it."""
-    package, _, rest = name.partition(".")
+    """The module that a dotted name comes from: a public name comes from the module that defines it."""
+    package, _, rest = name.rpartition(".")
     if package == "nnxmoe" and rest in MODULES_OF_NAMES:
         return MODULES_OF_NAMES[rest]
+    if package == "nnxmoe.models" and rest in MODULE_OF_CLASS:
+        return f"nnxmoe.models.{MODULE_OF_CLASS[rest]}"
     while name not in sources():
         name, _, _ = name.rpartition(".")
         if not name:
@@ -46,7 +49,8 @@ def imported_names(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             node.body = []  # not imported when tests run
-        elif isinstance(node, ast.Import):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
             package_aliases |= {alias.asname or "nnxmoe" for alias in node.names if alias.name == "nnxmoe"}
         elif isinstance(node, ast.ImportFrom):
@@ -60,7 +64,7 @@ def imported_names(tree: ast.Module) -> set[str]:
 @functools.cache
 def importers() -> dict[str, set[str]]:
     """The modules that import each module. The packages `nnxmoe` and `tests` themselves do not count."""
-    found: dict[str, set[str]] = {}
+    found = {f"nnxmoe.models.{family}": {"nnxmoe.models.registry"} for family in MODULE_OF_CLASS.values()}
     for module, path in sources().items():
         for name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
             source = module_of(name)
