@@ -21,7 +21,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 if "READTHEDOCS" in os.environ:
-    extensions.append("sphinx.ext.viewcode")  # the sources as pages, which take a third of the build
+    extensions.append("sphinx.ext.viewcode")  # pages with the sources: a third of the build time
 exclude_patterns = ["README.md", "**.ipynb_checkpoints"]
 
 suppress_warnings = ["ref.python"]  # several classes have attributes of the same name

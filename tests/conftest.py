@@ -48,9 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help_of_sets += f"; up to {SETS}, those of default tests beside the first are slow"
     parser.addoption("--sets", type=int, help=help_of_sets)
     parser.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th; the N parts are all tests")
-    help_of_changed = "run the tests nearest to the files that differ from a Git revision, in number of imports"
-    parser.addoption("--changed-since", metavar="REVISION", help=f"{help_of_changed}, besides those of --part")
-    parser.addoption("--at-most", type=int, default=200, help="number of tests of --changed-since (default: 200)")
+    help_of_changed = "run the tests closest, by imports, to the files that differ from a Git revision"
+    parser.addoption("--changed-since", metavar="REVISION", help=f"{help_of_changed}; with --part: both")
+    parser.addoption("--at-most", type=int, default=200, help="maximum for --changed-since (default: 200)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,39 +91,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_sets(config, items, most, chosen)
     part, revision = config.getoption("part"), config.getoption("changed_since")
     if part or revision:
-        kept = {id(item) for item in part_of(items, part)} if part else set()
+        kept = set(part_of(items, part)) if part else set()
         if revision:
-            kept |= {id(item) for item in nearest_items(items, revision, config.getoption("at_most"))}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-        items[:] = [item for item in items if id(item) in kept]
+            kept.update(affected_items(items, revision, config.getoption("at_most")))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
-    """Every N-th item for the part K/N."""
+    """Return every N-th item, starting with the K-th, for the part K/N."""
     this, parts = map(int, part.split("/"))
     return [item for i, item in enumerate(items) if i % parts == this % parts]
 
 
-def nearest_items(items: list[pytest.Item], revision: str, count: int) -> list[pytest.Item]:
-    """``count`` items near to the changed files: the nearest item of each file, the second nearest, and so on."""
+def affected_items(items: list[pytest.Item], revision: str, count: int) -> list[pytest.Item]:
+    """Return up to ``count`` items, round-robin over the changed files, closest items first."""
     from tests.support.import_graph import changed_files, distances
 
+    # Random but fixed order of equally close items, so that one test file does not fill all places.
     shuffled = random.Random(0).sample(items, len(items))
     queues = []
     for path in changed_files(revision):
         distance_of = distances([path])
         reached = [item for item in shuffled if item.path in distance_of]
         queues.append(sorted(reached, key=lambda item: distance_of[item.path]))
-    in_turns = (item for items_of_turn in itertools.zip_longest(*queues) for item in items_of_turn if item)
-    return list(itertools.islice(dict.fromkeys(in_turns), count))
+    affected: dict[pytest.Item, None] = {}
+    for items_of_round in itertools.zip_longest(*queues):
+        affected.update(dict.fromkeys(item for item in items_of_round if item is not None))
+    return list(affected)[:count]
 
 
 def by_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """The sets of parameters of each test. A set of a command, or of a test with the mark `every_set`, is a test."""
+    """Group items by test function. Each parameter set of a test marked `commands` or `every_set` is its own group."""
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        alone = item.get_closest_marker("commands") or item.get_closest_marker("every_set")
-        name = item.nodeid if alone else item.nodeid.partition("[")[0]
+        separate = item.get_closest_marker("commands") or item.get_closest_marker("every_set")
+        name = item.nodeid if separate else item.nodeid.partition("[")[0]
         of_test.setdefault(name, []).append(item)
     return list(of_test.values())
 

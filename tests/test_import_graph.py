@@ -1,4 +1,4 @@
-"""Choice of the tests that are near to a change."""
+"""Import graph of the package and the tests."""
 
 import ast
 from pathlib import Path

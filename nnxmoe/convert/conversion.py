@@ -281,9 +281,9 @@ def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:
 
 
 def _load_saved(target: str, to: str, config: DecoderConfig, quantized_dtype: Any, strategy: Strategy) -> CausalLM:
-    """Load the written checkpoint. ``quantized_dtype`` is the dtype of a quantized model, else None.
+    """Load the written checkpoint for the comparison. ``quantized_dtype`` is the dtype of a quantized model, else None.
 
-    Quantized kernels stay quantized, because dequantization rounds.
+    The kernels of a quantized Hugging Face checkpoint stay quantized, because dequantization would round them.
     """
     if to == "hf" and quantized_dtype is not None:
         return pretrained.from_pretrained(target, quantized_dtype, strategy=strategy, keep_quantized=True)

@@ -1,6 +1,7 @@
-"""Test files ordered by their distance from changed files, along imports.
+"""Distance of test files from changed files, in imports.
 
-`python -m tests.support.import_graph REVISION` prints what CI would test for the files that differ from a revision.
+`python -m tests.support.import_graph REVISION` prints the test files that the files that differ from a Git revision
+affect, closest first. CI selects tests from these files.
 """
 
 import ast
@@ -15,12 +16,13 @@ from nnxmoe.api import MODULES as MODULES_OF_NAMES
 from nnxmoe.models.index import MODULE_OF_CLASS
 
 ROOT = Path(__file__).resolve().parents[2]
+TYPE_CHECKING = {"TYPE_CHECKING", "_TYPE_CHECKING", "typing.TYPE_CHECKING"}
 FOLDERS = {"nnxmoe": ROOT / "nnxmoe", "nnxmoe.models": ROOT / "models", "tests": ROOT / "tests"}
 
 
 @functools.cache
 def sources() -> dict[str, Path]:
-    """Python files of the package and of the tests, by module name."""
+    """Return the Python files of the package and of the tests, by module name."""
     found = {}
     for prefix, folder in FOLDERS.items():
         for path in sorted(folder.rglob("*.py")):
@@ -30,7 +32,7 @@ def sources() -> dict[str, Path]:
 
 
 def module_of(name: str) -> str | None:
-    """The module that a dotted name comes from: a public name comes from the module that defines it."""
+    """Return the module that defines a dotted name, or None if the name is not from the package or the tests."""
     package, _, rest = name.rpartition(".")
     if package == "nnxmoe" and rest in MODULES_OF_NAMES:
         return MODULES_OF_NAMES[rest]
@@ -44,11 +46,14 @@ def module_of(name: str) -> str | None:
 
 
 def imported_names(tree: ast.Module) -> set[str]:
-    """Dotted names that a file imports, also inside functions, and attributes of `nnxmoe` that it reads."""
+    """Return the names that a file imports, also inside functions, and the attributes of `nnxmoe` that it reads.
+
+    Removes imports that only type checkers run from ``tree``.
+    """
     names, package_aliases = set(), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            node.body = []  # not imported when tests run
+        if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING:
+            node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -63,7 +68,11 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 @functools.cache
 def importers() -> dict[str, set[str]]:
-    """The modules that import each module. The packages `nnxmoe` and `tests` themselves do not count."""
+    """Map each module to the modules that import it.
+
+    The packages in `FOLDERS` are omitted, because nearly every file imports them.
+    """
+    # The registry imports families by name, which its syntax tree does not show.
     found = {f"nnxmoe.models.{family}": {"nnxmoe.models.registry"} for family in MODULE_OF_CLASS.values()}
     for module, path in sources().items():
         for name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
@@ -74,21 +83,26 @@ def importers() -> dict[str, set[str]]:
 
 
 def changed_files(revision: str) -> list[Path]:
-    """Files that differ between a revision and the working tree."""
+    """Return the tracked files that differ between a Git revision and the working tree."""
     command = ["git", "diff", "--name-only", revision]
     return [ROOT / line for line in subprocess.check_output(command, cwd=ROOT, text=True).splitlines()]
 
 
 def readers(path: Path) -> set[str]:
-    """The modules that name a data file, or else those that name its folder."""
+    """Return the modules with a string that ends in the name of a data file, or else in the name of its folder."""
     for name in (path.name, path.stem, path.parent.name):
-        if found := {module for module, source in sources().items() if f'{name}"' in source.read_text("utf-8")}:
+        found = {module for module, source in sources().items() if f'{name}"' in source.read_text("utf-8")}
+        if found:
             return found
     return set()
 
 
 def distances(changed: Iterable[Path]) -> dict[Path, int]:
-    """Number of imports between each Python file and the nearest changed file, 0 for changed files themselves."""
+    """Return the number of imports from each Python file to the nearest changed file.
+
+    Changed files, and modules that read a changed data file, have distance 0. Files that reach no changed file are
+    omitted. Changed Markdown files are ignored.
+    """
     modules = {path: module for module, path in sources().items()}
     nearest: dict[str, int] = {}
     for path in changed:

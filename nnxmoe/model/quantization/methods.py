@@ -140,8 +140,8 @@ def check_quantize_options(quantize: Method | Mixed | None, keep_quantized: bool
         check_method(quantize, "quantize", ", or None")
     if keep_quantized and quantize is not None:
         raise ValueError(
-            "keep_quantized=True cannot be combined with quantize=…: keep the checkpoint's codes, "
-            "or quantize its weights"
+            "keep_quantized=True cannot be combined with quantize=…: omit quantize to keep the checkpoint's quantized "
+            "kernels, or omit keep_quantized to quantize its weights"
         )
 
 
