@@ -1,8 +1,9 @@
-"""Tiny models of the families: one row each, with a frozen configuration and a draw of random ones.
+"""Tiny models of the families: for each a frozen config, and a function that draws random configs.
 
 The frozen cases are stored in ``tests/data/families``: config.json in the hub's style, the names and shapes of the
 tensors that transformers saves, and its outputs in float32. The weights are computed from the names, so they are not
-stored. For a further family, store ``{"config": …}`` as ``FAMILY.json``, add a row to `_DRAWS` and run
+stored. For a further family, store ``{"config": …}`` as ``FAMILY.json``, and add its draw function to `_DRAWS`. If
+transformers uses a different model_type, add it to `_HF_MODEL_TYPES`. Then run
 
     python -m tests.support.freeze FAMILY
 
@@ -30,8 +31,14 @@ PROMPT, NEW = 9, 6  # tokens of the greedy continuations
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """``draw``: random fields for the config class of transformers, which calls the family ``theirs``. ``required``:
-    fields without a default."""
+    """Tiny configs of a family.
+
+    Attributes:
+        kind: Our model_type.
+        draw: Draws random fields of the config.
+        theirs: The model_type of transformers.
+        required: Fields for which our config class has no default.
+    """
 
     kind: str
     draw: Callable[[random.Random], Fields]
@@ -142,6 +149,7 @@ def _groups(rng: random.Random) -> Fields:
 
 
 def _without(fields: Fields, *names: str) -> Fields:
+    assert fields.keys() >= set(names)
     return {name: value for name, value in fields.items() if name not in names}
 
 
@@ -779,13 +787,15 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "qwen3_5_text": _hybrid,
     "qwen3_5_moe_text": _hybrid_moe,
 }
-_THEIRS = {"kimi_k2": "deepseek_v3"}
+_HF_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 _REQUIRED: dict[str, Fields] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
 }
-FAMILIES = {kind: Family(kind, draw, _THEIRS.get(kind, kind), _REQUIRED.get(kind, {})) for kind, draw in _DRAWS.items()}
+FAMILIES = {
+    kind: Family(kind, draw, _HF_MODEL_TYPES.get(kind, kind), _REQUIRED.get(kind, {})) for kind, draw in _DRAWS.items()
+}
 
 
 def write_config(folder: Path, fields: Mapping[str, Any]) -> None:
