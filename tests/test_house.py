@@ -372,11 +372,11 @@ tokenizer/test_text.py::test_messages_of_any_type_reach_the_template_as_plain_va
 def test_annotations_hold_for_unusual_values() -> None:
     """In every CI run, where of all tests only a part is run with annotations checked."""
     names = [f"tests/{name}" for name in UNUSUAL.split()]
-    checks = ["--jaxtyping-packages=nnxmoe,tests.conftest.checked", "--sets=1", "-p", "no:cacheprovider"]
+    checks = ["--jaxtyping-packages=nnxmoe,tests.conftest.checked", "--sets=1", "-m", "", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *checks, *names], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout[-6000:]
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 def test_models_folder_cannot_be_imported_directly() -> None:
