@@ -1,9 +1,11 @@
 """Third-party kernels: parity with the oracle, and the error if they are not installed."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,62 @@ def test_model_with_tokamax() -> None:
     tokens = random_tokens(2, 9)
     ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=TokamaxMatmul()))(tokens).logits
     assert max_error(ours, build_tiny("mixtral")(tokens).logits) < PART_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((5, 32768, 4096, 14336, 2, 2), (512, 1024, 1024)),
+        ((5, 65536, 7168, 2048, 256, 2), (256, 1024, 1024)),  # 256 rows per group
+        ((5, 640, 2880, 1408, 8, 2), (128, 1024, 768)),  # no divisors: the least padding
+        ((5, 32768, 2048, 768, 128, 4), (256, 512, 384)),  # float32 tiles take twice the memory
+        ((6, 32768, 4096, 14336, 2, 2), (512, 1024, 2048)),
+        ((6, 32768, 4096, 200, 2, 1), (512, 1024, 200)),
+        ((7, 32768, 4096, 14336, 2, 2), None),
+    ],
+)
+def test_tile_sizes(shape: tuple[int, ...], wanted: tuple[int, int, int] | None) -> None:
+    found = tokamax.tile_sizes(*shape)
+    assert (tuple(found.values()) or None) == wanted and list(found) in ([], ["tile_m", "tile_k", "tile_n"])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", ["tiles", "tuned", "private modules missing"])
+def test_tokamax_tiles_on_tpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    """Forward and both gradients have tiles by shape, or those of tokamax's autotuning cache, without warnings."""
+    modules = tokamax._tpu_modules()
+    assert modules is not None
+    operator, configs = modules[1].PallasMosaicTpuRaggedDot, list[Any]()
+    m, k, n, experts = 2048, 512, 2176, 2
+
+    @functools.wraps(operator._fwd)  # tokamax reads the signature
+    def forward(self: Any, lhs: Any, rhs: Any, *, config: Any, **options: Any) -> Any:
+        configs.append((config.tile_m, config.tile_k, config.tile_n))
+        wide = lhs.shape[1] == k
+        return jnp.zeros((experts, k, n) if rhs.ndim == 2 else (m, n if wide else k), lhs.dtype), None
+
+    tuned = types.SimpleNamespace(fastest_config=modules[1].Config(tile_m=64)) if mode == "tuned" else None
+    cache = type("Cache", (dict,), {"get": lambda *_: tuned})()
+    monkeypatch.setattr(operator, "_fwd", forward)
+    monkeypatch.setattr(operator, "supported_on", lambda *_: True)
+    monkeypatch.setattr(operator, "get_autotuning_cache", lambda *_: cache)
+    monkeypatch.setattr(
+        "jax.extend.backend.get_default_device", lambda: mock.Mock(platform="tpu", device_kind="TPU v5")
+    )
+    monkeypatch.setattr("jax.experimental.pallas.tpu.get_tpu_info", lambda: mock.Mock(generation=5))
+    if mode == "private modules missing":
+        monkeypatch.setattr(tokamax, "_tpu_modules", lambda: None)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (experts, k, n))]
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+
+    def loss(rows: Any, kernel: Any, sizes: Any) -> Any:
+        return jnp.sum(TokamaxMatmul()(rows, DenseKernel(kernel, ins_first=True), sizes).astype(jnp.float32))
+
+    with caplog.at_level("WARNING"):
+        jax.eval_shape(jax.grad(loss, (0, 1)), *shapes, sizes)
+    wanted = {"tiles": (512, 512, 768), "tuned": (64, 128, 128), "private modules missing": (128, 128, 128)}[mode]
+    assert len(configs) >= 3 and set(configs) == {wanted}
+    assert mode == "private modules missing" or not caplog.records
 
 
 def test_tokamax_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
