@@ -211,6 +211,19 @@ def test_chunked_loss_never_materialises_all_logits(tied: bool) -> None:
     assert temporary(ChunkedLoss()) - vocab * dim * 4 < temporary(Whole()) / 8
 
 
+@pytest.mark.program
+def test_head_gradient_is_reduced_before_the_backward_pass_of_the_layers() -> None:
+    """One barrier waits for both gradients. Only XLA:TPU postpones the reduction, and only in large programs."""
+
+    def total(x: Any, kernel: Any) -> Any:
+        targets, weights = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8))
+        return ChunkedLoss()(x, DenseKernel(kernel), targets, weights, 0.0)[0]
+
+    x, kernel = jax.ShapeDtypeStruct((1, 8, 4), jnp.bfloat16), jax.ShapeDtypeStruct((32, 4), jnp.float32)
+    program = jax.jit(jax.grad(total, (0, 1))).lower(x, kernel).as_text()
+    assert re.findall(r"optimization_barrier .* : (.*)", program) == ["tensor<1x8x4xbf16>, tensor<32x4xf32>"]
+
+
 # Targets, packing and accumulation
 
 

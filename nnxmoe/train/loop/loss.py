@@ -171,10 +171,11 @@ def _with_slopes(
         sums, (x_grad, kernel_grad) = shard_map(global_sums, mesh, (rows, replicated, rows, rows), out_specs, axes)(
             x, cast, targets, weights
         )
-    return sums, (
-        x_grad,
-        None if kernel_grad is None else jax.tree.map(lambda a, like: a.astype(like.dtype), kernel_grad, kernel),
-    )
+    if kernel_grad is not None:
+        kernel_grad = jax.tree.map(lambda a, like: a.astype(like.dtype), kernel_grad, kernel)
+    # Without the barrier, XLA:TPU reduces the kernel's gradient after the backward pass of the layers, and keeps each
+    # device's whole float32 gradient until then (3.7 GB for DeepSeek-V3).
+    return sums, jax.lax.optimization_barrier((x_grad, kernel_grad))
 
 
 def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
