@@ -76,9 +76,30 @@ def unpermute(rows: Float[Array, "num_rows D"], order: SortOrder) -> Float[Array
 
 
 def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
-    """Undo `permute`, and return the weighted sum of each token's rows in float32."""
-    token_rows = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
-    return weighted_sum(weights, token_rows, axis=1)
+    """Undo `permute`, and return the weighted sum of each token's rows in float32.
+
+    The backward pass gathers the output's gradient once per row, in the rows' dtype. The built-in derivative has the
+    size ``[N, X, D]`` in float32, twice on TPUs.
+    """
+    dtype, weights_dtype, shape = rows.dtype, weights.dtype, weights.shape
+
+    def combine_rows(rows: Array, weights: Array, assignment: Array, row: Array) -> Array:
+        token_rows = rows.at[row].get(mode="fill", fill_value=0)
+        return weighted_sum(weights, token_rows.reshape(*shape, rows.shape[-1]), axis=1)
+
+    def output_grad_per_row(assignment: Array, d_y: Array) -> Array:
+        return d_y.astype(dtype)[assignment // shape[1]]
+
+    def rows_grad(weights: Array, assignment: Array, row: Array, d_y: Array) -> Array:
+        row_weights = weights.reshape(-1)[assignment]
+        return (row_weights[:, None] * output_grad_per_row(assignment, d_y)).astype(dtype)
+
+    def weights_grad(rows: Array, assignment: Array, row: Array, d_y: Array) -> Array:
+        d_y_rows = output_grad_per_row(assignment, d_y).astype(jnp.float32)
+        products = jnp.sum(rows.astype(jnp.float32) * d_y_rows, axis=-1)
+        return products.at[row].get(mode="fill", fill_value=0).reshape(shape).astype(weights_dtype)
+
+    return multilinear(combine_rows, {0: rows_grad, 1: weights_grad})(rows, weights, *order)
 
 
 def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis: int) -> Float[Array, "_ D"]:
