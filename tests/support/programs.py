@@ -15,11 +15,16 @@ def drop_programs() -> None:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST:
         import jax
 
-        from nnxmoe.runtime.programs import _program
-
-        _program.cache_clear()
+        forget_programs()
         jax.clear_caches()
         gc.collect()
+
+
+def forget_programs() -> None:
+    """Empties the cache of `shared_program`, so that the next equal program is traced again."""
+    from nnxmoe.runtime.programs import _program
+
+    _program.cache_clear()
 
 
 def then_drop(function: Callable[..., Any], *arguments: Any) -> Any:
