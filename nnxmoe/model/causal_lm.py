@@ -5,7 +5,6 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import jax
@@ -49,7 +48,7 @@ from nnxmoe.model.tree import children
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
-from nnxmoe.sharding import is_static, reduce_gradients_in, shard_batch
+from nnxmoe.sharding import is_static, shard_batch
 
 AttentionT = TypeVar("AttentionT", bound=Attention)
 
@@ -377,17 +376,10 @@ class CausalLM(nnx.Module):
         )
         context = dataclasses.replace(context, request=request)
         depths = [stack.depth for stack in self.stacks]
-        with self.reduce_gradients():
-            out = run_stacks(self.stacks, depths, embeddings, context, caches)
+        out = run_stacks(self.stacks, depths, embeddings, context, caches)
         head_input, hidden, mtp_hidden = self._finish(embeddings, out.x, out.hidden, shared_cache, request)
         cache = None if shared_cache is None else dataclasses.replace(shared_cache, layers=out.cache)
         return Body(head_input, cache, out.infos, hidden, mtp_hidden)
-
-    def reduce_gradients(self) -> AbstractContextManager[None]:
-        """Return the context in which kernels' gradients are summed over devices in the strategy's ``reduce_dtype``."""
-        # XLA:CPU crashes on 16-bit sums in the nested `shard_map` of a pipeline stage (jax 0.10.2).
-        dtype = jnp.float32 if self.strategy.pipeline is not None else self.strategy.reduce_dtype or self.dtype
-        return reduce_gradients_in(dtype, self.mesh)
 
     def _embed_inputs(
         self,
