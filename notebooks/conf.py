@@ -43,6 +43,11 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False  # shapes such as "*rows X" are not valid reStructuredText
 add_module_names = False
 
+# The copy button leaves out prompts. A command that continues on the next line is copied as a whole.
+copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"
+
 html_theme = "sphinx_book_theme"
 html_title = "nnxmoe"
 html_static_path = ["static"]

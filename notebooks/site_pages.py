@@ -97,6 +97,7 @@ def _guide(readme: str, up: str) -> str:
     """
     pages = {(ROOT / path).resolve(): f"{up}guides/{page}.md" for page, path in GUIDES.items()}
     pages |= {ROOT / "README.md": f"{up}index.md", ROOT / "notebooks": f"{up}tutorials.md"}
+    pages |= {path.resolve(): f"{up}how-to/{path.name}" for path in (ROOT / "notebooks" / "how-to").glob("*.md")}
 
     def replace(match: re.Match[str]) -> str:
         path = (ROOT / readme).parent.joinpath(match["path"]).resolve()
@@ -248,9 +249,16 @@ def write_markdown(app: Any, exception: Exception | None) -> None:
         if source.suffix in (".md", ".ipynb"):
             text = source.read_text(encoding="utf-8")
             target = Path(app.outdir, f"{document}.md")
-            target.write_text(_notebook_markdown(text) if source.suffix == ".ipynb" else text, encoding="utf-8")
+            markdown = _notebook_markdown(text) if source.suffix == ".ipynb" else text
+            target.write_text(built_links(markdown), encoding="utf-8")
             lines.append(f"- [{app.env.titles[document].astext()}]({document}.md)")
     Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def built_links(text: str) -> str:
+    """Replace relative links to notebooks and static files by links to their copies in the built site."""
+    text = re.sub(r"(\]\((?!https?:)[^)#\s]+)\.ipynb(?=[)#])", r"\1.md", text)
+    return re.sub(r"\]\(((?:\.\./)*)static/", r"](\1_static/", text)
 
 
 def _notebook_markdown(text: str) -> str:

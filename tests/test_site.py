@@ -41,6 +41,12 @@ def test_page_has_known_blocks_and_links(page: Path) -> None:
         assert link in guides | families or (page.parent / link).exists(), (page, link)
 
 
+def test_links_of_markdown_copies_exist_in_the_built_site() -> None:
+    text = "[a](../4-parity.ipynb#x) [b](../1-generate.ipynb) ![c](static/routing.png) [d](https://x.org/a.ipynb)"
+    links = "[a](../4-parity.md#x) [b](../1-generate.md) ![c](_static/routing.png) [d](https://x.org/a.ipynb)"
+    assert site_pages.built_links(text) == links
+
+
 @pytest.mark.commands
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
