@@ -372,7 +372,8 @@ tokenizer/test_text.py::test_messages_of_any_type_reach_the_template_as_plain_va
 def test_annotations_hold_for_unusual_values() -> None:
     """In every CI run, where of all tests only a part is run with annotations checked."""
     names = [f"tests/{name}" for name in UNUSUAL.split()]
-    checks = ["--jaxtyping-packages=nnxmoe,tests.conftest.checked", "--sets=1", "-m", "", "-p", "no:cacheprovider"]
+    checks = ["--jaxtyping-packages=nnxmoe,tests.conftest.checked", "--sets=1", "-p", "no:cacheprovider"]
+    checks += ["-m", ""]  # slow tests too
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *checks, *names], cwd=ROOT, capture_output=True, text=True
     )

@@ -78,8 +78,8 @@ def unpermute(rows: Float[Array, "num_rows D"], order: SortOrder) -> Float[Array
 def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
     """Undo `permute`, and return the weighted sum of each token's rows in float32.
 
-    The backward pass gathers the output's gradient once per row, in the rows' dtype. The built-in derivative has the
-    size ``[N, X, D]`` in float32, twice on TPUs.
+    The backward pass rounds the output's gradient to the rows' dtype and gathers it once per row. JAX's derivative
+    would materialize a float32 array ``[N, X, D]``, and two of them on TPUs.
     """
     dtype, weights_dtype, shape = rows.dtype, weights.dtype, weights.shape
 

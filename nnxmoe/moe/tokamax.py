@@ -87,17 +87,19 @@ class TokamaxMatmul:
         return zero_unused_rows(out, sizes)
 
 
-# TPU generation -> maximum tile sizes (m, k, n) of a product [m, k] x [E, k, n] of 16-bit rows. tokamax 0.0.17 takes
-# tiles of 128 before TPU7x, and reads operands from HBM five times as often. Generation 5: MaxText's default tiles
-# (base.yml, ``wi_tile_fwd_*``), which fit 16 MiB of VMEM. Generation 6 has 32 MiB: tokamax's tuned tiles for TPU v6e.
+# TPU generation -> maximum tile sizes (m, k, n) of a product [m, k] x [E, k, n] of 16-bit rows. With the tiles of 128
+# of tokamax 0.0.17, the kernel reads the operands from HBM about five times as often.
+# 5: MaxText's default tiles (base.yml, ``wi_tile_fwd_*``), which fit 16 MiB of scoped VMEM.
+# 6: a config of tokamax's cache for TPU v6e, with 32 MiB of scoped VMEM.
 _MAX_TILES = {5: (512, 1024, 1024), 6: (512, 1024, 2048)}
 
 
 def tile_sizes(generation: int, m: int, k: int, n: int, groups: int, itemsize: int) -> dict[str, int]:
     """Choose the tile sizes of a grouped product or its gradients. Return no sizes for generations without an entry.
 
-    ``tile_m`` divides m, as the kernel requires, and is at most the mean size of a group, but at least 128. Of the
-    sizes between half the maximum and the maximum, ``tile_k`` and ``tile_n`` have the least padding.
+    ``tile_m`` is the largest power of two that divides m and is at most the maximum and the mean number of rows per
+    group, but at least 128. If 128 does not divide m, tokamax's kernel raises NotImplementedError. Of the sizes between
+    half the maximum and the maximum, ``tile_k`` and ``tile_n`` have the least padding.
     """
     if generation not in _MAX_TILES:
         return {}
@@ -116,8 +118,8 @@ def tile_sizes(generation: int, m: int, k: int, n: int, groups: int, itemsize: i
 def _tpu_modules() -> tuple[Any, Any] | None:
     """Import tokamax's private modules of the TPU kernel, or return ``None`` if this version has none."""
     try:
-        base, kernel = (f"tokamax._src.ops.ragged_dot.{name}" for name in ("base", "pallas_mosaic_tpu"))
-        return importlib.import_module(base), importlib.import_module(kernel)
+        base = importlib.import_module("tokamax._src.ops.ragged_dot.base")
+        return base, importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_tpu")
     except ImportError:
         return None
 
@@ -125,8 +127,9 @@ def _tpu_modules() -> tuple[Any, Any] | None:
 def _tpu_kernel() -> Callable[..., Array] | None:
     """Return tokamax's TPU kernel with tile sizes by shape, also in gradients, or ``None`` if it is not available.
 
-    The tiles are from tokamax's autotuning cache, else from `tile_sizes`, else from tokamax. ``tokamax.ragged_dot``
-    would log a warning for every product that the cache does not contain.
+    Tile sizes come from tokamax's autotuning cache on disk, else from `tile_sizes`. For quantized kernels and other
+    generations, they come from tokamax's heuristics. The cache is read directly, because tokamax's lookup logs a
+    warning for every shape that the cache does not contain. Autotuning results that are set as a context are ignored.
     """
     modules = _tpu_modules()
     device = jax.extend.backend.get_default_device()

@@ -36,7 +36,7 @@ from nnxmoe.moe.router import SoftmaxTopK
 from nnxmoe.sharding_rules import RULES
 from nnxmoe.train.loop.step import Step
 from tests.support.arrays import max_error
-from tests.support.programs import forget_programs
+from tests.support.programs import clear_program_cache
 from tests.support.tiny import TINY, random_tokens
 
 pytestmark = pytest.mark.program
@@ -73,8 +73,8 @@ def shapes(kind: str, strategy: nnxmoe.Strategy, **changes: Any) -> nnxmoe.Causa
 
 
 def step_of(model: nnxmoe.CausalLM, *fields: str) -> tuple[Any, Any, dict[str, Any]]:
-    """Step function, and its state and batch as shapes. It is traced anew, so that planted mistakes take effect."""
-    forget_programs()
+    """Step function, and its state and batch as shapes. The cleared program cache makes it trace monkeypatched code."""
+    clear_program_cache()
     step = Step(model, optax.sgd(0.1))
     return step._run.jitted, step.shapes(), {name: shape(2, LENGTH, dtype=jnp.int32) for name in ("tokens", *fields)}
 
@@ -524,7 +524,7 @@ def test_updates_copy_no_parameters_or_moments(conditional: bool, monkeypatch: p
     if not conditional:
         select = lambda good, new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new(), old())  # noqa: E731
         monkeypatch.setattr("nnxmoe.train.loop.step.jax.lax.cond", select)
-    forget_programs()
+    clear_program_cache()
     step = Step(Llama(config_from_hf(TINY["llama"]), rngs=nnx.Rngs(0)), optax.adamw(0.1))
     batch = {"tokens": random_tokens(2, LENGTH)}
     text = step._run.jitted.lower(step.init(), batch).compile().as_text()

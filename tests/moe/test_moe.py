@@ -373,8 +373,8 @@ def test_permute_and_combine_have_no_scatter_in_backward() -> None:
 
 @pytest.mark.parametrize("rows", [12, 7, 1])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_combine_has_exact_derivatives(dtype: Any, rows: int) -> None:
-    """Of rows and weights, forward and reverse, with dropped rows, empty experts and padding (id 4)."""
+def test_combine_derivatives_match_einsum(dtype: Any, rows: int) -> None:
+    """First and second derivatives, forward and reverse mode, with dropped rows, empty experts and padding (id 4)."""
     rng = np.random.default_rng(0)
     ids = jnp.asarray([[0, 3], [4, 4], [3, 0], [2, 0], [0, 2], [4, 4]], jnp.int32)
     order = sort_by_expert(ids.reshape(-1), rows, 4)

@@ -15,13 +15,13 @@ def drop_programs() -> None:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST:
         import jax
 
-        forget_programs()
+        clear_program_cache()
         jax.clear_caches()
         gc.collect()
 
 
-def forget_programs() -> None:
-    """Empties the cache of `shared_program`, so that the next equal program is traced again."""
+def clear_program_cache() -> None:
+    """Clears the cache of `shared_program`, so that the next call with an equal key traces again."""
     from nnxmoe.runtime.programs import _program
 
     _program.cache_clear()

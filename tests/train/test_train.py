@@ -212,8 +212,8 @@ def test_chunked_loss_never_materialises_all_logits(tied: bool) -> None:
 
 
 @pytest.mark.program
-def test_head_gradient_is_reduced_before_the_backward_pass_of_the_layers() -> None:
-    """One barrier waits for both gradients. Only XLA:TPU postpones the reduction, and only in large programs."""
+def test_head_gradients_share_an_optimization_barrier() -> None:
+    """XLA:TPU postpones the reduction in large programs only, so this tests the barrier and not the schedule."""
 
     def total(x: Any, kernel: Any) -> Any:
         targets, weights = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8))

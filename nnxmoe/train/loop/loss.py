@@ -173,8 +173,8 @@ def _with_slopes(
         )
     if kernel_grad is not None:
         kernel_grad = jax.tree.map(lambda a, like: a.astype(like.dtype), kernel_grad, kernel)
-    # Without the barrier, XLA:TPU reduces the kernel's gradient after the backward pass of the layers, and keeps each
-    # device's whole float32 gradient until then (3.7 GB for DeepSeek-V3).
+    # Without the barrier, XLA:TPU (libtpu 0.0.50) reduces the kernel's gradient after the backward pass of the layers,
+    # and keeps each device's whole float32 gradient until then (3.7 GB for DeepSeek-V3).
     return sums, jax.lax.optimization_barrier((x_grad, kernel_grad))
 
 
