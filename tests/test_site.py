@@ -47,6 +47,19 @@ def test_links_of_markdown_copies_exist_in_the_built_site() -> None:
     assert site_pages.built_links(text) == links
 
 
+@pytest.fixture(scope="module")
+def family_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    site_pages.write_pages(folder)
+    return folder / "families"
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("kind", MODELS)
+def test_example_of_a_family_runs(kind: str, family_pages: Path) -> None:
+    run_page(family_pages / f"{kind}.md")
+
+
 @pytest.mark.commands
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page_runs(page: Path, tmp_path: Path) -> None:

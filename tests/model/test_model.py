@@ -123,7 +123,7 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     model = build_tiny(kind, nnxmoe.Strategy())
     exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
     graph, state = nnx.split(strip_metadata(model))
-    program = programs._jit(graph, jax.tree.structure(state), nnxmoe.CausalLM.forward, (6, 7, 8), ())
+    program = programs.jit_function(graph, jax.tree.structure(state), nnxmoe.CausalLM.forward, (6, 7, 8), ())
     shapes = program._cache_size()
     for length in (1, 5, 30):
         tokens = random_tokens(2, length)
