@@ -159,7 +159,7 @@ def _family_page(
     fields = [
         (f"`{each.name}`", f"`{_annotation(each)}`", f"`{_default(each)}`") for each in dataclasses.fields(config)
     ]
-    text += ["## Config", f"Fields of `{config.__name__}`. The names are those of config.json."]
+    text += ["## Config", f"Fields of `{config.__name__}`, with the names in config.json."]
     text.append(_table(("field", "type", "default"), fields))
     text += ["## Names of weights", "Each parameter and its tensor in Hugging Face checkpoints."]
     text.append(

@@ -91,11 +91,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_sets(config, items, most, chosen)
     part, revision = config.getoption("part"), config.getoption("changed_since")
     if part or revision:
-        kept = set(part_of(items, part)) if part else set()
+        selected = set(part_of(items, part)) if part else set()
         if revision:
-            kept.update(affected_items(items, revision, config.getoption("at_most")))
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+            selected.update(affected_items(items, revision, config.getoption("at_most")))
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        items[:] = [item for item in items if item in selected]
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:

@@ -48,13 +48,14 @@ class CheckpointFormat:
     Attributes:
         read: ``read(folder, decoded)`` opens the arrays in a folder. If ``decoded``, they are dequantized.
         made: ``made(model, scan)`` returns the arrays that ``save`` writes.
-        load: ``load(folder, config, dtype, strategy)`` loads a model.
+        load: ``load(folder, config, dtype, strategy, keep_quantized)`` loads a model. Native checkpoints always keep
+            quantized kernels, and MaxText has none.
         save: ``save(model, folder, scan)`` writes a model.
     """
 
     read: Callable[[str, bool], contextlib.AbstractContextManager[LazyArrays]]
     made: Callable[[CausalLM, bool], LazyArrays]
-    load: Callable[[str, DecoderConfig | None, Any, Strategy], CausalLM]
+    load: Callable[[str, DecoderConfig | None, Any, Strategy, bool], CausalLM]
     save: Callable[[CausalLM, str, bool], None]
 
 
@@ -76,19 +77,21 @@ FORMATS = {
     "hf": CheckpointFormat(
         _tensors,
         lambda model, _: normalize_prefixes(pretrained.arrays(model)),  # the same names as in `Checkpoint`
-        lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
+        lambda folder, _, dtype, strategy, keep_quantized: pretrained.from_pretrained(
+            folder, dtype=dtype, strategy=strategy, keep_quantized=keep_quantized
+        ),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
     "maxtext": CheckpointFormat(
         _maxtext,
         lambda model, scan: {f"params/params/{name}": a for name, a in layout.maxtext_arrays(model, scan).items()},
-        lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
+        lambda folder, config, dtype, strategy, _: maxtext.load(folder, config, strategy, dtype=dtype),
         maxtext.save,
     ),
     "orbax": CheckpointFormat(
         lambda folder, _: contextlib.nullcontext(native.read(folder)),
         native.arrays,
-        lambda folder, _, dtype, strategy: native.load(folder, dtype, strategy=strategy),
+        lambda folder, _, dtype, strategy, __: native.load(folder, dtype, strategy=strategy),
         lambda model, folder, scan: native.save(model, folder, scan_layers=scan),
     ),
 }
@@ -171,7 +174,7 @@ def convert(
     if quantize is not None and reader is FORMATS["hf"] and change is None:
         model, quantize = pretrained.from_pretrained(source, dtype, strategy=strategy, quantize=quantize), None
     else:
-        model = reader.load(source, source_config, dtype, strategy)
+        model = reader.load(source, source_config, dtype, strategy, False)
     _add_files(model, config)
     if change is not None:
         change(model)
@@ -183,10 +186,10 @@ def convert(
     write_speed, roundings = num_bytes / (time.perf_counter() - start_time), _roundings(model, to, arrays)
     if verify:
         _compare(arrays, writer, target)
-        source_logits, saved_config = _logits(model), model.config
-        quantized_dtype = model.dtype if quantized_kernels(model) else None
+        source_logits, saved_config, is_quantized = _logits(model), model.config, bool(quantized_kernels(model))
+        dtype = model.dtype if is_quantized else None
         del model, arrays
-        saved = _load_saved(target, to, saved_config, quantized_dtype, strategy)
+        saved = writer.load(target, saved_config, dtype, strategy, is_quantized)  # dequantization would round kernels
         difference = _difference(source_logits, _logits(saved), target, roundings)
     assert report is not None
     speeds = report.bytes_per_second, write_speed
@@ -278,16 +281,6 @@ def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:
                     f"{target}: {name} differs from the written array: check the disk, delete the folder and retry"
                 )
             bar.update(array.nbytes)
-
-
-def _load_saved(target: str, to: str, config: DecoderConfig, quantized_dtype: Any, strategy: Strategy) -> CausalLM:
-    """Load the written checkpoint for the comparison. ``quantized_dtype`` is the dtype of a quantized model, else None.
-
-    The kernels of a quantized Hugging Face checkpoint stay quantized, because dequantization would round them.
-    """
-    if to == "hf" and quantized_dtype is not None:
-        return pretrained.from_pretrained(target, quantized_dtype, strategy=strategy, keep_quantized=True)
-    return FORMATS[to].load(target, config, quantized_dtype, strategy)
 
 
 def _logits(model: CausalLM) -> np.ndarray:

@@ -227,9 +227,9 @@ class ChunkedExchange:
 
     Attributes:
         exchange: Exchange of a single chunk.
-        chunks: Number of chunks. Defaults to the smallest number for which the receive buffer is at most eight times
-            the size that perfectly balanced routing of all tokens would need (1 on axes with up to eight devices, and
-            if ``exchange`` has a buffer factor).
+        chunks: Number of chunks. By default 1 if ``exchange`` has a buffer factor or the axis has at most eight
+            devices. Otherwise the smallest number for which the receive buffer is at most eight times the buffer of
+            perfectly balanced routing.
     """
 
     exchange: Exchange

@@ -61,8 +61,8 @@ _HARMLESS = re.compile("log|cache|traceback|dump|explain|timeout|transfer_guard|
 def shared_program(key: Any, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
     """Return a `JitProgram` that is shared by calls with equal keys and equal ``out_shardings``.
 
-    ``function`` must compute the same result for equal keys. It should not close over arrays: the cache
-    of recent programs would keep them alive. If the key is None, a new program is created and not cached.
+    ``function`` must compute the same result for equal keys. Pass arrays as arguments, because the cache keeps
+    arrays that ``function`` closes over. If the key is None, the function creates a program and does not cache it.
     """
     if key is None:
         return JitProgram(function, name, **options)

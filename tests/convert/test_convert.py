@@ -385,7 +385,7 @@ def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> N
     if "out" not in left:
         convert(MIXTRAL, str(tmp_path / "out"), to)
     identical(
-        tensors(conversion.FORMATS[to].load(str(tmp_path / "out"), None, None, PLAIN)),
+        tensors(conversion.FORMATS[to].load(str(tmp_path / "out"), None, None, PLAIN, False)),
         tensors(start()),
     )
 

@@ -99,13 +99,13 @@ def test_chains_of_operations_equal_those_of_numpy(data: st.DataObject) -> None:
 
 
 def test_boxes_of_reshaped_arrays() -> None:
-    """Of dimensions that are merged and split, with sizes of 1 among them, are those of NumPy's."""
+    """They equal boxes of NumPy's arrays if dimensions are merged, are split or have size 1."""
     rng = np.random.default_rng(0)
     shapes = [(24,), (4, 6), (2, 3, 4), (1, 6, 2, 2), (3, 8, 1), (12, 1, 2)]
     for one, other in itertools.product(shapes, repeat=2):
         array = np.arange(24).reshape(one)
-        reshaped, wanted = LazyArray.from_array(array).reshape(other), array.reshape(other)
+        reshaped, expected = LazyArray.from_array(array).reshape(other), array.reshape(other)
         for _ in range(20):
             ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in other]
             box = tuple(slice(int(low), int(high)) for low, high in ends)
-            assert np.array_equal(reshaped.read_box(box, np.empty), wanted[box]), (one, other, box)
+            assert np.array_equal(reshaped.read_box(box, np.empty), expected[box]), (one, other, box)

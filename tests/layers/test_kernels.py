@@ -84,7 +84,7 @@ def test_tile_sizes(shape: tuple[int, ...], wanted: tuple[int, int, int] | None)
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", ["tiles", "tuned", "private modules missing"])
 def test_tokamax_tiles_on_tpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    """Forward and both gradients have tiles by shape, or those of tokamax's autotuning cache, without warnings."""
+    """The product and both gradients use `tile_sizes` or tokamax's autotuning cache, and log no warnings."""
     modules = tokamax._tpu_modules()
     assert modules is not None
     operator, configs = modules[1].PallasMosaicTpuRaggedDot, list[Any]()

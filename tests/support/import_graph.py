@@ -23,12 +23,18 @@ FOLDERS = {"nnxmoe": ROOT / "nnxmoe", "nnxmoe.models": ROOT / "models", "tests":
 @functools.cache
 def sources() -> dict[str, Path]:
     """Return the Python files of the package and of the tests, by module name."""
-    found = {}
+    files = {}
     for prefix, folder in FOLDERS.items():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join((prefix, *parts)).removesuffix(".__init__")] = path
-    return found
+            files[".".join((prefix, *parts)).removesuffix(".__init__")] = path
+    return files
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Return the source of each module."""
+    return {module: path.read_text(encoding="utf-8") for module, path in sources().items()}
 
 
 def module_of(name: str) -> str | None:
@@ -73,13 +79,13 @@ def importers() -> dict[str, set[str]]:
     The packages in `FOLDERS` are omitted, because nearly every file imports them.
     """
     # The registry imports families by name, which its syntax tree does not show.
-    found = {f"nnxmoe.models.{family}": {"nnxmoe.models.registry"} for family in MODULE_OF_CLASS.values()}
-    for module, path in sources().items():
-        for name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+    modules = {f"nnxmoe.models.{family}": {"nnxmoe.models.registry"} for family in MODULE_OF_CLASS.values()}
+    for module, text in texts().items():
+        for name in imported_names(ast.parse(text)):
             source = module_of(name)
             if source and source not in {module, *FOLDERS}:
-                found.setdefault(source, set()).add(module)
-    return found
+                modules.setdefault(source, set()).add(module)
+    return modules
 
 
 def changed_files(revision: str) -> list[Path]:
@@ -91,9 +97,9 @@ def changed_files(revision: str) -> list[Path]:
 def readers(path: Path) -> set[str]:
     """Return the modules with a string that ends in the name of a data file, or else in the name of its folder."""
     for name in (path.name, path.stem, path.parent.name):
-        found = {module for module, source in sources().items() if f'{name}"' in source.read_text("utf-8")}
-        if found:
-            return found
+        modules = {module for module, text in texts().items() if f'{name}"' in text}
+        if modules:
+            return modules
     return set()
 
 
@@ -120,7 +126,7 @@ def distances(changed: Iterable[Path]) -> dict[Path, int]:
 
 
 if __name__ == "__main__":
-    found = distances(changed_files(sys.argv[1]))
-    for path, distance in sorted(found.items(), key=lambda item: (item[1], item[0])):
+    distance_of = distances(changed_files(sys.argv[1]))
+    for path, distance in sorted(distance_of.items(), key=lambda item: (item[1], item[0])):
         if path.name.startswith("test_"):
             print(distance, path.relative_to(ROOT))
