@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 
 import nnxmoe
 from nnxmoe.apps import cli
@@ -344,6 +345,23 @@ def test_an_axis_of_a_torus_has_the_links_of_all_that_it_covers() -> None:
     parts = routes(hardware("tpu-v6e"), {"fsdp": 64, "expert": 4})
     assert parts["fsdp"].link == 300e9 and parts["expert"].link == 100e9  # a part of an axis is no ring
     assert seconds("all-to-all", 1.0, [named["expert"]]) == pytest.approx(2 / 200e9)  # eight chips: two hops on average
+
+
+SLICES = {
+    "v5p:4x8x8": {"wrap": (True, True, True), "chip_config_name": "megacore"},
+    "v4:2x4x4": {"wrap": (False, False, False), "chip_config_name": "megacore"},
+    "tpu7x:4x4x4": {"wrap": (True, True, True)},
+    "v6e:8x16": {"wrap": (False, True, False)},
+}
+
+
+@pytest.mark.parametrize("topology", SLICES)
+def test_slices_are_compiled_for_with_their_closed_rings(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in MaxText's table of topologies (``accelerator_to_spec_map.py``)."""
+    described = unittest.mock.Mock()
+    monkeypatch.setattr(topologies, "get_topology_desc", described)
+    child.tpu_slice(topology, 2)
+    described.assert_called_once_with(platform="tpu", topology_name=topology, num_slices=2, **SLICES[topology])
 
 
 def test_the_table_of_hardware_can_be_changed() -> None:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nnxmoe.apps.planning.compilation import CompileJob, Program
 from nnxmoe.apps.planning.hlo import collectives
 from nnxmoe.apps.planning.operations import counted
+from nnxmoe.apps.planning.torus import closed_rings
 from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
@@ -45,7 +46,7 @@ def devices(job: CompileJob) -> list[Any]:
     try:
         if job.platform == TPU:
             slices = 1 if job.work.across is None else job.mesh[job.work.across]
-            return topologies.get_topology_desc(platform="tpu", topology_name=job.device, num_slices=slices).devices
+            return tpu_slice(job.device, slices)
         count = math.prod(job.mesh.values())
         node = min(8, count)
         shape, target = f"{count // node}x1x{node}", _gpu_target(job.device)
@@ -53,6 +54,26 @@ def devices(job: CompileJob) -> list[Any]:
     except (RuntimeError, ImportError, KeyError) as error:
         extra = "plan-tpu" if job.platform == TPU else "plan-gpu"
         raise RuntimeError(f"Error: no compiler for {job.device} ({install_command(extra)}): {error}") from error
+
+
+def tpu_slice(topology: str, slices: int = 1) -> list[Any]:
+    """Return the devices of TPU slices that are not present.
+
+    The compiler assumes open axes unless ``wrap`` closes them. Across open axes it replaces some all-gathers by
+    all-reduces, which transfer twice the bytes.
+
+    Args:
+        topology: Generation and shape, such as ``v5p:4x4x4``.
+        slices: Number of slices.
+    """
+    from jax.experimental import topologies
+
+    kind, _, shape = topology.partition(":")
+    rings = closed_rings([int(size) for size in shape.split("x")])
+    # On v4 and v5p, the two cores of a chip are one device.
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind in ("v4", "v5p") else {}
+    options |= {"topology_name": topology, "num_slices": slices, "wrap": (*rings, *[False] * (3 - len(rings)))}
+    return topologies.get_topology_desc(platform="tpu", **options).devices
 
 
 def _gpu_target(name: str) -> str:

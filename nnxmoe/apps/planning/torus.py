@@ -128,8 +128,7 @@ def _physical_axes(device: Hardware, sizes: Mapping[str, int]) -> dict[str, list
     chips = math.prod(sizes.values()) // device.dies or 1
     torus = list(device.torus) if math.prod(device.torus) == chips else _balanced(chips, device.dimensions)
     axis_sizes = {axis: size for axis, size in sizes.items() if size > 1}
-    is_ring = [size % 4 == 0 if device.dimensions == 3 else size == 16 for size in torus]
-    rings = {size: is_closed for size, is_closed in zip(torus, is_ring, strict=True)}
+    rings = dict(zip(torus, closed_rings(torus), strict=True))
     physical = [size for size in (*torus, device.dies) if size > 1]
     if (groups := _held(list(axis_sizes.values()), physical)) is not None:
         # The two dies of a chip share its links.
@@ -145,6 +144,17 @@ def _physical_axes(device: Hardware, sizes: Mapping[str, int]) -> dict[str, list
                 axis_links[axis].append((part, part == physical[i] and rings.get(part, False)))
                 size, physical[i] = size // part, physical[i] // part
     return axis_links
+
+
+def closed_rings(torus: Sequence[int]) -> tuple[bool, ...]:
+    """Return whether each axis of a TPU slice is a closed ring.
+
+    A 3D slice consists of blocks of 4x4x4 chips, whose faces are connected by optical links. Slices smaller than a
+    block have no such links. In a 2D slice, only the axes of a full pod (16 chips) are closed.
+    """
+    if len(torus) == 3:
+        return (all(size % 4 == 0 for size in torus),) * 3
+    return tuple(size == 16 for size in torus)
 
 
 def _balanced(count: int, dimensions: int) -> list[int]:
