@@ -65,6 +65,12 @@ def context_shard_axes(length: int, mesh: AnyMesh | None) -> tuple[str, ...]:
     return (CONTEXT,) if size > 1 and length % size == 0 else ()
 
 
+def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Return the sharding of a batch array ``[B, T, ...]``: rows over the batch axes, tokens over ``context``."""
+    token_axes = context_shard_axes(shape[1], mesh) if len(shape) > 1 else ()
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([token_axes] if token_axes else [])))
+
+
 def shard_constraint(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> Any:
     """Constrain dimension i of ``x`` to be sharded over ``axes[i]``. No-op without axes or a mesh."""
     spec = PartitionSpec(*(axis or None for axis in axes))

@@ -33,6 +33,17 @@ def test_links_exist() -> None:
 
 
 @pytest.mark.commands
+def test_modes_of_the_training_guide_have_equal_losses(tmp_path: Path) -> None:
+    (code,) = (code for code in FOUND.values() if "modes = {" in code)
+    env, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    losses = {name: float(loss) for name, loss in re.findall(r"^(.+): loss (\S+)$", run.stdout, re.M)}
+    assert len(losses) == 6, run.stderr[-2000:]
+    assert losses.pop("capacity, expert parallel") == pytest.approx(losses["sparse, FSDP"], rel=0.05)
+    assert max(losses.values()) == pytest.approx(min(losses.values()), rel=2e-3)  # bfloat16 activations
+
+
+@pytest.mark.commands
 @pytest.mark.parametrize("code", FOUND.values(), ids=FOUND)
 def test_example_runs(code: str, tmp_path: Path) -> None:
     """Runs in a temporary folder."""

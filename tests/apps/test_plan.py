@@ -28,12 +28,14 @@ from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_progra
 from nnxmoe.apps.planning.hlo import Collective, collectives
 from nnxmoe.apps.planning.operations import counted, operations
 from nnxmoe.apps.planning.plan import default_strategy
+from nnxmoe.apps.planning.planned_model import first_layers
 from nnxmoe.apps.planning.planned_step import PlannedStep
 from nnxmoe.apps.planning.published import PublishedRun, published
 from nnxmoe.apps.planning.search import best_of, search
 from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.apps.planning.traffic import traffic
 from nnxmoe.apps.planning.work import Work
+from nnxmoe.config.printable import bytes_text
 from nnxmoe.mesh import abstract_mesh, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.runtime.hardware import TABLE
@@ -783,6 +785,25 @@ def test_the_command_prints_plans_and_comparisons(capsys: pytest.CaptureFixture[
     assert cli.main(["plan", "demo", "--search", "2", "--batch", "4", "--compile"]) == 1
     with pytest.raises(SystemExit, match="2"):
         cli.main([*line, "--rule", "embed=4"])
+
+
+def test_plans_of_the_first_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "mixtral-8x7b", "--mesh", "fsdp=8", "--batch", "8", "--layers", "4"]
+    assert cli.main(line) == 0
+    short = dataclasses.replace(PRESETS["mixtral-8x7b"], num_hidden_layers=4)
+    expected = nnxmoe.plan(short, "fsdp=8", batch=8, seq=4096)
+    printed = capsys.readouterr().out
+    assert printed.startswith("mixtral-8x7b with the first 4 layers, training step of 8 rows")
+    assert f"fits: {bytes_text(expected.memory)} of" in printed and "fits" in str(expected)
+    for name, config in PRESETS.items():
+        assert first_layers(config, 2).num_hidden_layers == 2, name
+    gpt_oss, mellum = PRESETS["gpt-oss-20b"], PRESETS["mellum2-12b-a2.5b"]
+    assert first_layers(gpt_oss, gpt_oss.num_hidden_layers) == gpt_oss
+    assert first_layers(mellum, 3).layer_types == mellum.layer_types[:3]
+    with pytest.raises(ValueError, match=r"layers=33\): the model has 32 layers"):
+        nnxmoe.plan("mixtral-8x7b", "fsdp=8", batch=8, seq=4096, layers=33)
+    with pytest.raises(ValueError, match="layers=0"):
+        nnxmoe.plan("mixtral-8x7b", "fsdp=8", batch=8, seq=4096, layers=0)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -93,6 +94,22 @@ def _forward(job: CompileJob, mesh: Any) -> Any:
     run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)
     with jax.default_device(mesh.devices.flat[0]):
         return run.trace(state, tokens)
+
+
+def lowered_ahead_of_time() -> str:
+    """A step lowered for devices that are not attached, also if one of them is the default device."""
+    devices = child.devices(
+        CompileJob(PRESETS["mixtral-8x7b"], nnxmoe.Strategy(), {}, Work(4, 128), "tpu", "v5p:2x2x1")
+    )
+    strategy = dataclasses.replace(nnxmoe.Strategy.auto("tpu"), mesh=make_mesh(fsdp=4, devices=devices))
+    with jax.default_device(devices[0]):
+        model = nnxmoe.models.Llama(config_from_hf(TINY["llama"] | {"vocab_size": 64}), strategy, rngs=None)
+        step = nnxmoe.train.Step(model, optax.sgd(0.1))
+        return step.lower({"tokens": jax.ShapeDtypeStruct((4, 128), jnp.int32)}).as_text()
+
+
+def test_steps_are_lowered_for_devices_that_are_not_attached(compile_for: Callable[..., Any]) -> None:
+    assert "num_partitions = 4" in compile_for("tpu", run=lowered_ahead_of_time)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.train import lora
 from nnxmoe.train.loop.batch import targets_of
+from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.loop.loss import ChunkedLoss, Whole
 from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.step import Step
@@ -52,6 +53,34 @@ def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | 
     with jax.numpy_rank_promotion("raise"):
         jax.eval_shape(step.definition.step, step.shapes(), batch)
         jax.eval_shape(lambda state: step.definition.merge(state.params, state.frozen)(**batch).logits, step.shapes())
+
+
+def test_steps_compile_ahead_of_time(eight: Callable[..., Any]) -> None:
+    """From an abstract model and shapes; the program is the one that runs."""
+    eight(compiled_ahead_of_time)
+
+
+def compiled_ahead_of_time() -> None:
+    mesh = nnxmoe.make_mesh(fsdp=2, context=2, devices=jax.devices()[:4])
+    strategy = dataclasses.replace(PLAIN, mesh=mesh)
+    config = config_from_hf(TINY["llama"])
+    model = model_class(config)(config, strategy, rngs=None)
+    step = Step(model, optax.sgd(0.1), accumulate=2)
+    tokens = np.asarray(random_tokens(4, 8), np.int64)
+    program = step.lower({"tokens": jax.ShapeDtypeStruct(tokens.shape, jnp.int32)}).compile()
+    assert step.lower({"tokens": tokens.tolist()}).as_text() == step.lower({"tokens": tokens}).as_text()
+
+    running = Step(build_tiny("llama", strategy), optax.sgd(0.1), accumulate=2)
+    batch = put_batch({"tokens": tokens}, running)
+    assert step.batch_shapes(batch)["tokens"].sharding == batch["tokens"].sharding
+    state, report = program(running.init(), batch)
+    wanted_state, wanted = running(running.init(), batch)
+    assert report.losses.total == wanted.losses.total
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.params, wanted_state.params))
+
+    for shape, message in (((3, 8), "accumulate=2"), ((2, 3, 4), "must be")):
+        with pytest.raises(ValueError, match=message):
+            step.lower({"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)})
 
 
 @pytest.mark.slow

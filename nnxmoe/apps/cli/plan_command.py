@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     meshes.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
     help_text = "list the ten best meshes of N devices; without --batch, also search the number of rows"
     meshes.add_argument("--devices", "--search", dest="search", type=count, metavar="N", help=help_text)
+    add("--layers", type=count, metavar="N", help="plan a model with only the first N layers")
     add("--batch", type=count, metavar="B", help="rows per step, on all devices together")
     add("--seq", type=count, default=4096, metavar="T", help="tokens per row, or in the cache with --decode (4096)")
     add("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")

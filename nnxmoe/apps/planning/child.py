@@ -27,7 +27,7 @@ from nnxmoe.model.stack import ScannedStack
 from nnxmoe.models import model_class
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.hardware import CPU, TABLE, TPU
-from nnxmoe.sharding import batch_axes, context_shard_axes
+from nnxmoe.sharding import batch_axes
 from nnxmoe.train.loop.step import Step
 
 # NVIDIA GPU -> cores, major compute capability, GHz, bytes of L2.
@@ -124,11 +124,8 @@ def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     if not job.work.train:
         return _decoding(model, job, rows)
     training_step = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
-    token_sharding = NamedSharding(
-        mesh, PartitionSpec(batch_axes(mesh) or None, context_shard_axes(job.work.seq, mesh) or None)
-    )
-    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=token_sharding)
-    return training_step.jitted, (training_step.shapes(), {"tokens": tokens})
+    batch = {"tokens": jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32)}
+    return training_step.jitted, (training_step.shapes(), training_step.batch_shapes(batch))
 
 
 def placed(model: CausalLM) -> tuple[Any, Any]:

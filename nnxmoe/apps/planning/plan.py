@@ -10,6 +10,7 @@ from nnxmoe.apps.planning import advice, printing
 from nnxmoe.apps.planning.arithmetic import Bytes, bytes_of, bytes_read
 from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_program, target
 from nnxmoe.apps.planning.operations import operations
+from nnxmoe.apps.planning.planned_model import first_layers, read_model
 from nnxmoe.apps.planning.planned_step import PlannedStep, rows_per_device
 from nnxmoe.apps.planning.published import Efficiency
 from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds
@@ -18,14 +19,11 @@ from nnxmoe.apps.planning.work import PLANNED_ONLY, Work
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
-from nnxmoe.convert.files.hub import local_folder, snapshot
-from nnxmoe.convert.hf.auxiliary_files import read_config
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.model.pipeline import AXIS
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import PRESETS, near_presets, preset
 from nnxmoe.moe.dispatch import Sorted
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 from nnxmoe.runtime.hardware import CPU, Hardware
@@ -197,6 +195,7 @@ def plan(
     work = Work(batch, seq, train, **choices)
     work.check()
     work = work if strategy is None else work.of(strategy)
+    config = config if work.layers is None else first_layers(config, work.layers)
     step_plan = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
     if advise and strategy is None:  # `search` passes options that have no effect on some meshes
         refuse_without_effect(step_plan, work)
@@ -272,16 +271,3 @@ def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: s
         stacking=Scanned(),
         remat=Remat(offload=("layer_input",) * work.offload) if work.train and work.remat else None,
     )
-
-
-def read_model(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
-    """Resolve the ``model`` argument of `plan` to a name and a config."""
-    if isinstance(model, DecoderConfig):
-        return next((name for name, config in PRESETS.items() if config == model), model.model_type), model
-    if (preset_config := preset(model)) is not None:
-        return str(model).lower(), preset_config
-    if (folder := local_folder(model, ValueError)) is None:
-        if "/" not in str(model):
-            raise ValueError(f"{model} is neither a folder nor a preset{near_presets(model)}")
-        folder = snapshot(str(model), None, False, ["config.json"], (), ValueError)
-    return str(model), read_config(folder)

@@ -16,7 +16,8 @@ def table(plan: Any) -> str:
     step_text = "training step of" if work.train else "decoding step with one token for each of"
     rows = f"{work.batch} rows {'of' if work.train else 'after'} {work.seq} tokens"
     devices_text = f"{plan.devices} x {spec.name}, --mesh {axes}" if axes else f"one {spec.name}"
-    lines = [f"{plan.model}, {step_text} {rows}, on {devices_text}", _verdict(plan)]
+    model = plan.model if work.layers is None else f"{plan.model} with the first {work.layers} layers"
+    lines = [f"{model}, {step_text} {rows}, on {devices_text}", _verdict(plan)]
     lines += ["bytes, calls and times per device:"] if axes else []
 
     def line(name: str, value: str, source: str = "") -> None:

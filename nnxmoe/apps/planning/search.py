@@ -6,7 +6,8 @@ import math
 import os
 from typing import Any
 
-from nnxmoe.apps.planning.plan import Plan, plan, read_model, refuse_without_effect
+from nnxmoe.apps.planning.plan import Plan, plan, refuse_without_effect
+from nnxmoe.apps.planning.planned_model import read_model
 from nnxmoe.apps.planning.torus import hardware
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.axes import CONTEXT

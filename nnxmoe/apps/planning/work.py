@@ -27,6 +27,7 @@ class Work:
     Attributes:
         batch: Rows per step, on all devices together.
         seq: Tokens per row in training, or tokens per row in the cache in decoding.
+        layers: Number of layers of the planned model, starting with the first. If `None`, all layers.
         train: Train on the rows. If False, decode one token per row.
         accumulate: Number of parts of a training batch for gradient accumulation.
         across: The mesh axis that crosses nodes or slices.
@@ -50,6 +51,7 @@ class Work:
     batch: int
     seq: int
     train: bool = True
+    layers: int | None = None
     accumulate: int = 1
     across: str | None = None
     rules: Rules = dataclasses.field(default_factory=lambda: RULES)
@@ -86,7 +88,7 @@ class Work:
 
     def check(self) -> None:
         """Reject non-positive sizes, batches that ``accumulate`` does not divide, and conflicting options."""
-        sizes = ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved")
+        sizes = ("batch", "seq", "layers", "accumulate", "chunks", "microbatches", "interleaved")
         set_positive(self, *sizes, where="plan")
         if (rank := as_integer(self.lora, 0)) is None:
             raise ValueError(f"plan(lora={short(self.lora)}): use the rank, or 0 to train all parameters")

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from nnxmoe.axes import CONTEXT
 from nnxmoe.convert.storage.multihost import gather_texts
 from nnxmoe.runtime.progress import logger
-from nnxmoe.sharding import batch_axes, context_shard_axes
+from nnxmoe.sharding import batch_axes, batch_sharding
 from nnxmoe.sharding_rules import shard_count
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
@@ -135,12 +135,7 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
     check_rows(rows, mesh)
     if len(shape) == 2:
         check_length(shape[1], mesh)
-
-    def sharding_of(shape: tuple[int, ...]) -> NamedSharding:
-        context_axes = context_shard_axes(shape[1], mesh) if len(shape) > 1 else ()
-        return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([context_axes] if context_axes else [])))
-
-    return {name: _put(np.asarray(array), sharding_of(np.shape(array)), rows) for name, array in batch.items()}
+    return {name: _put(np.asarray(array), batch_sharding(np.shape(array), mesh), rows) for name, array in batch.items()}
 
 
 def _put(array: np.ndarray, sharding: NamedSharding, rows: int) -> jax.Array:

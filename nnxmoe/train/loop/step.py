@@ -18,6 +18,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import require_values
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of, shared_program
+from nnxmoe.sharding import batch_sharding
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
 from nnxmoe.train.loop.definition import Report, StepDefinition, TrainState, Variables, merged, variables_of
 from nnxmoe.train.loop.objective import Objective, RouterLosses, TrainingObjective, of_function
@@ -106,7 +107,8 @@ class Step:
 
     @functools.cached_property
     def _shapes(self) -> TrainState:
-        return jax.eval_shape(self.definition.init, *self._start, jax.random.key(0))
+        # An abstract key: a concrete one would run on the default device, which may not be attached.
+        return jax.eval_shape(self.definition.init, *self._start, jax.eval_shape(jax.random.key, 0))
 
     @functools.cached_property
     def places(self) -> Any:
@@ -134,12 +136,7 @@ class Step:
         Equal steps share the program, see `StepDefinition.key`. Raises ValueError if ``accumulate`` does not divide
         the number of rows.
         """
-        rows = rows_of(batch)
-        if rows % self.accumulate:
-            raise ValueError(
-                f"a batch of {rows} rows cannot be split into accumulate={self.accumulate} parts: use a "
-                f"divisor of {rows}"
-            )
+        self._check_rows(batch)
         if (shapes := shapes_of(dict(batch))) not in self._programs:
             self._programs[shapes] = self._run.prepare(state, dict(batch))
         return self._programs[shapes]
@@ -148,6 +145,48 @@ class Step:
     def jitted(self) -> Any:
         """The ``jax.jit`` function ``(state, batch) -> (state, report)``, for tracing and lowering."""
         return self._run.jitted
+
+    def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Lower the step for batches of these shapes, to compile it ahead of time.
+
+        The model may be abstract, and the devices of its mesh need not be attached. For example, pass the devices of
+        `jax.experimental.topologies.get_topology_desc` to `make_mesh`, and use ``Strategy.auto("tpu")``.
+
+        Args:
+            batch: Fields such as ``tokens`` as arrays or `jax.ShapeDtypeStruct`, usually int32 ``[B, T]``.
+
+        Returns:
+            The lowered step. ``lower(batch).compile().memory_analysis()`` has the bytes per device.
+
+        Raises:
+            ValueError: If the batch is malformed, or ``accumulate`` or the mesh does not divide its rows.
+        """
+        arguments = self.shapes(), self.batch_shapes(batch)
+        if self.mesh is None:
+            return self.jitted.lower(*arguments)
+        with jax.default_device(self.mesh.devices.flat[0]):  # kernels check the capabilities of the default device
+            return self.jitted.lower(*arguments)
+
+    def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return a batch as abstract arrays, with rows and tokens sharded over the mesh.
+
+        Raises ValueError if the batch is malformed, or ``accumulate`` does not divide the number of rows.
+        """
+        batch = as_arrays(batch)
+        self.objective.check(batch)
+        self._check_rows(batch)
+        shapes = {name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in batch.items()}
+        if self.mesh is None:
+            return shapes
+        return {name: shape.update(sharding=batch_sharding(shape.shape, self.mesh)) for name, shape in shapes.items()}
+
+    def _check_rows(self, batch: Batch) -> None:
+        rows = rows_of(batch)
+        if rows % self.accumulate:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be split into accumulate={self.accumulate} parts: use a "
+                f"divisor of {rows}"
+            )
 
     def compiles(self, batch: Batch) -> bool:
         """Check whether `program` may compile, because the batch has new shapes."""
