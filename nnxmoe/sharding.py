@@ -2,15 +2,42 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnxmoe.axes import BATCH_AXES, CONTEXT, AnyMesh
+from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh
 from nnxmoe.sharding_rules import Rules, shard_count
 
 _logger = logging.getLogger("nnxmoe")
+_reduce_dtype = jax.make_user_context(None)  # part of the keys of JAX's trace caches
+
+
+def reduce_gradients_in(dtype: Any, mesh: AnyMesh | None) -> AbstractContextManager[None]:
+    """Return a context in which the kernels' gradients are summed over the devices of ``mesh`` in ``dtype``.
+
+    The context applies to differentiable functions that are called inside it. Without several devices along the token
+    axes, nothing is summed, and the context does not change the gradients.
+    """
+    token_axes = [] if mesh is None else [axis for axis in TOKEN_AXES if axis in mesh.shape]
+    return _reduce_dtype(jnp.dtype(dtype) if shard_count(mesh, token_axes) > 1 else None)
+
+
+def reduction_dtype(dtype: Any, rows_dtype: Any) -> Any:
+    """Return the dtype in which a kernel's gradient is summed over devices; see `reduce_gradients_in`.
+
+    Args:
+        dtype: Dtype of the gradient on one device. The result is not wider.
+        rows_dtype: Dtype of the rows that are multiplied by the kernel. The result is not narrower.
+    """
+    reduce_dtype = _reduce_dtype.value
+    if reduce_dtype is None:
+        return dtype
+    is_between = jnp.dtype(rows_dtype).itemsize <= reduce_dtype.itemsize < jnp.dtype(dtype).itemsize
+    return reduce_dtype if is_between else dtype
 
 
 def is_static(*sizes: Any) -> bool:

@@ -5,6 +5,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import jax
@@ -48,7 +49,7 @@ from nnxmoe.model.tree import children
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
-from nnxmoe.sharding import is_static, shard_batch
+from nnxmoe.sharding import is_static, reduce_gradients_in, shard_batch
 
 AttentionT = TypeVar("AttentionT", bound=Attention)
 
@@ -208,6 +209,8 @@ class CausalLM(nnx.Module):
         self.mtp: nnx.List[Any] = modules["mtp"]
         self.embed, self.stacks, self.norm, self.head = (modules[name] for name in ("embed", "stacks", "norm", "head"))
         self.dtype, self.mesh = jnp.dtype(strategy.compute_dtype or param_dtype), strategy.mesh
+        # XLA:CPU crashes on 16-bit sums in the nested `shard_map` of a pipeline stage (jax 0.10.2).
+        self.reduce_dtype = strategy.reduce_dtype if strategy.pipeline is None else jnp.dtype(jnp.float32)
         ropes = (getattr(part, "rotary", None) for _, part in nnx.iter_graph(self.stacks))
         self.cache_format, self.ropes = strategy.cache, tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
         if strategy.mesh is not None:
@@ -376,10 +379,15 @@ class CausalLM(nnx.Module):
         )
         context = dataclasses.replace(context, request=request)
         depths = [stack.depth for stack in self.stacks]
-        out = run_stacks(self.stacks, depths, embeddings, context, caches)
+        with self.reduce_gradients():
+            out = run_stacks(self.stacks, depths, embeddings, context, caches)
         head_input, hidden, mtp_hidden = self._finish(embeddings, out.x, out.hidden, shared_cache, request)
         cache = None if shared_cache is None else dataclasses.replace(shared_cache, layers=out.cache)
         return Body(head_input, cache, out.infos, hidden, mtp_hidden)
+
+    def reduce_gradients(self) -> AbstractContextManager[None]:
+        """Return the context in which kernels' gradients are summed over devices in the strategy's ``reduce_dtype``."""
+        return reduce_gradients_in(self.reduce_dtype or self.dtype, self.mesh)
 
     def _embed_inputs(
         self,

@@ -120,6 +120,10 @@ class Strategy(KnownFields):
         remat: Which activations the backward pass recomputes. If None, it recomputes none.
         cache: Format of the layers' caches (`Int8Cache`). If None, caches have the activations' dtype.
         compute_dtype: Dtype of the activations. Defaults to the dtype of the model's parameters.
+        reduce_dtype: Dtype in which gradients of kernels are summed over the devices of a mesh. Defaults to the dtype
+            of the activations, and is never narrower. In bfloat16, the sums need half the traffic of ``"float32"``.
+            Gradients are accumulated in float32 over the tokens of a device and over microbatches. With a ``pipeline``,
+            the sums are always float32.
         mesh: Mesh over which parameters and tokens are sharded by ``rules``. ``from_pretrained(mesh=…)`` sets it.
         rules: Mesh axes of each logical axis.
         pipeline: A `Pipeline` that splits the layers over the mesh axis ``pipe``. If None, layers are not split.
@@ -135,6 +139,7 @@ class Strategy(KnownFields):
     remat: Remat | None = None
     cache: CacheFormat | None = None
     compute_dtype: Any = None
+    reduce_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
     pipeline: Any = None  # A `Pipeline`.
@@ -149,9 +154,9 @@ class Strategy(KnownFields):
             check_object("Strategy", "recurrence", self.recurrence, "TokamaxDeltaRule()")
         if self.stacking is None:
             object.__setattr__(self, "stacking", Unrolled() if self.pipeline is None else Scanned())
-        if self.compute_dtype is not None:
-            dtype = floating_dtype("Strategy", "compute_dtype", self.compute_dtype)
-            object.__setattr__(self, "compute_dtype", dtype)
+        for name in ("compute_dtype", "reduce_dtype"):
+            if (dtype := getattr(self, name)) is not None:
+                object.__setattr__(self, name, floating_dtype("Strategy", name, dtype))
         for name, example in _EXAMPLES.items():
             check_object("Strategy", name, getattr(self, name), example)
         object.__setattr__(self, "attention_fn", attention_fn_for_mesh(self.attention_fn, self.mesh, self.rules))

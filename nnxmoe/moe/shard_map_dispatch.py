@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import AnyMesh, axes_of
 from nnxmoe.layers.linear.kernel import is_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
-from nnxmoe.sharding import context_shard_axes, shard_map
+from nnxmoe.sharding import context_shard_axes, reduction_dtype, shard_map
 from nnxmoe.sharding_rules import Rules, axes_per_dimension, partition_spec
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
@@ -40,7 +40,7 @@ def shard_map_dispatch(
     Experts remain sharded over ``expert_axis``. The hidden width remains sharded over mesh axes that do not shard
     tokens. The partial outputs of devices along these axes are summed. A parameter with the metadata ``added_once`` is
     used by only one of these devices. All other kernel dimensions are all-gathered in the dtype of ``x``. Gradients are
-    reduce-scattered in the kernel's dtype.
+    summed over devices in the dtype of `reduce_gradients_in`, and over the rows of a device in the kernel's dtype.
 
     Args:
         body: Function to run per shard. Returns the outputs and the number of dropped assignments.
@@ -63,12 +63,12 @@ def shard_map_dispatch(
     sharded_dims = [_sharded_dims(variable, mesh, experts.rules) for variable in variables]
     sum_axes = _partial_sum_axes(sharded_dims, width_axes)
 
-    def gather_parameter(variable: nnx.Variable, shard: Array, dims: list[_ShardedDim]) -> Array:
-        value = shard
+    def gather_parameter(variable: nnx.Variable, value: Array, dims: list[_ShardedDim]) -> Array:
         for name, dim, dim_axes in dims:
             gather_axes = tuple(axis for axis in dim_axes if axis not in local_axes.get(name, ()))
             if gather_axes:
                 value = _all_gather(value, gather_axes, dim, x.dtype if is_kernel(variable) else value.dtype)
+        value = value.astype(variable.dtype)
         if sum_axes and variable.get_metadata().get("added_once"):
             return jnp.where(jax.lax.axis_index(sum_axes) == 0, value, 0)
         return value
@@ -84,8 +84,14 @@ def shard_map_dispatch(
 
     tokens, counts = PartitionSpec(tuple(axes) or None, context_axes or None), PartitionSpec((*axes, *context_axes))
     specs = [partition_spec(axes_of(variable), variable.shape, mesh, experts.rules) for variable in variables]
-    values = [variable.get_value() for variable in variables]
+    values = [_to_reduction_dtype(variable, x.dtype) for variable in variables]
     return shard_map(run_on_shard, mesh, (tokens, tokens, specs), (tokens, counts))(x, assignments, values)
+
+
+def _to_reduction_dtype(variable: nnx.Variable, rows_dtype: Any) -> Array:
+    """Return the value. A kernel is cast to the dtype in which its gradients are summed over devices."""
+    value = variable.get_value()
+    return value.astype(reduction_dtype(value.dtype, rows_dtype)) if is_kernel(variable) else value
 
 
 def _sharded_dims(variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> list[_ShardedDim]:

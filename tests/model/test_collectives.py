@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -32,6 +33,7 @@ from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.sharding import batch_axes
 from nnxmoe.sharding_rules import sharding_of
 from nnxmoe.train.loop.loss import ChunkedLoss
+from tests.benchmarks.modes import DEEPSEEK
 from tests.support.cases import HF_CASES
 
 pytestmark = pytest.mark.program
@@ -216,10 +218,39 @@ def gathered_kinds() -> collections.Counter[str]:
 
 
 def test_expert_kernels_are_cast_before_they_are_gathered(eight: Callable[..., Any]) -> None:
-    """Gradients are reduced in float32."""
+    """Outside of a model, gradients are reduced in float32."""
     found = eight(gathered_kinds)
     assert {kind for kind, name in found if name == "all_gather"} == {"bf16"}
     assert found["f32", "reduce_scatter"] == 3 and ("bf16", "reduce_scatter") not in found
+
+
+def reduction_kinds(compute: str, reduce: str | None) -> tuple[collections.Counter[str], str]:
+    """Dtypes of the reduce-scatters and of the matrix products in a traced training step."""
+    strategy = nnxmoe.Strategy(
+        dispatch=WAYS["ragged"],
+        stacking=nnxmoe.Scanned(),
+        mesh=nnxmoe.make_mesh(fsdp=4, expert=2),
+        compute_dtype=compute,
+        reduce_dtype=reduce,
+    )
+    model = nnxmoe.models.DeepSeekV3(DEEPSEEK, strategy, rngs=None, dtype=jnp.float32)
+    step = nnxmoe.train.Step(model, optax.sgd(1.0))
+    text = str(jax.make_jaxpr(step.jitted)(step.shapes(), {"tokens": jax.ShapeDtypeStruct((B, T), jnp.int32)}))
+    dots = re.findall(r":(\w+)\[[\d,]+\] = dot_general\[", text)
+    scatters = re.findall(r":(\w+)\[[\d,]+\] = reduce_scatter\[", text)
+    counts = collections.Counter([*(f"{kind} dot" for kind in dots), *(f"{kind} scatter" for kind in scatters)])
+    return counts, re.sub("0x[0-9a-f]+", "", text)
+
+
+def test_kernel_gradients_are_reduced_in_the_strategys_dtype(eight: Callable[..., Any]) -> None:
+    """Three expert kernels and the head, with a float32 branch for XLA:CPU, and the dense kernels."""
+    narrow, wide = (eight(reduction_kinds, "bfloat16", reduce)[0] for reduce in (None, "float32"))
+    assert (narrow["bf16 scatter"], narrow["f32 scatter"]) == (4, 1)
+    assert (wide["bf16 scatter"], wide["f32 scatter"]) == (0, 4)
+    dense_kernels = 2 * 5 + 2 * 3  # two stacks, each with five kernels of MLA and three of a dense or shared MLP
+    assert narrow["bf16 dot"] - wide["bf16 dot"] == dense_kernels
+    same = {eight(reduction_kinds, "float32", reduce)[1] for reduce in (None, "float32")}
+    assert len(same) == 1, "float32 activations: nothing changes"
 
 
 WIDE = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}

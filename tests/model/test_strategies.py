@@ -492,6 +492,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: nnxmoe.Strategy(remat=nnxmoe.Remat), r"Strategy\(remat=.*such as Remat\(\)"),
         (lambda: nnxmoe.Strategy(stacking="yes"), "stacking='yes'"),
         (lambda: nnxmoe.Strategy(compute_dtype="int8"), "floating-point"),
+        (lambda: nnxmoe.Strategy(reduce_dtype="int8"), "reduce_dtype.*floating-point"),
         (lambda: nnxmoe.Strategy(mesh="expert=8"), "nnxmoe.make_mesh"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "bogus": "fsdp"}), "'bogus'"),
         (lambda: nnxmoe.Strategy(rules={"embed": None}), "'[a-z_]+' is missing .* all logical axes"),

@@ -91,7 +91,9 @@ def run(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # plans need no device, and JAX plugins print errors without one
     _check(options)
     rates = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
-    work = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
+    work = {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(Work) if field.name in vars(options)
+    }
     work["quantize"] = loading.quantize_method(options)
     work["on"] = dataclasses.replace(hardware(options.on), **rates)
     work["rules"] = {**RULES, **dict(options.rules)}

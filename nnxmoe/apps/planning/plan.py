@@ -269,5 +269,6 @@ def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: s
         Strategy.auto(platform),
         dispatch=dispatch,
         stacking=Scanned(),
+        reduce_dtype=work.reduce_dtype,
         remat=Remat(offload=("layer_input",) * work.offload) if work.train and work.remat else None,
     )

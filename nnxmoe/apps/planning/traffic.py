@@ -51,8 +51,8 @@ def traffic(step: PlannedStep) -> list[Traffic]:
     `AllGatherAttention`.
 
     Kernels are gathered once per pass, in the dtype of activations or as quantized codes. The head is
-    gathered once per part of a batch. Gradients are reduced in float32. Gradients of adapters are not
-    counted. Token embeddings are exchanged instead of the embedding table. A pipeline stage runs these
+    gathered once per part of a batch. Gradients of kernels are reduced in `Work.reduce_dtype`. Gradients of
+    adapters are not counted. Token embeddings are exchanged instead of the embedding table. A pipeline stage runs these
     collectives in every turn, including idle turns. In each turn, a stage sends its output and one stored
     microbatch to the next stage. In the backward pass, it sends their gradients to the previous stage.
     """
@@ -91,11 +91,12 @@ def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
         sums.add("all-gather", axes, param.role, size * param.stored * fraction, times * passes)
     if not work.train or not param.trained or work.lora:
         return
+    itemsize = work.reduced if param.kernel or param.role == "head" else STATE
     if is_gathered:
-        sums.add("reduce-scatter", axes, param.role, size * STATE * fraction, times)
+        sums.add("reduce-scatter", axes, param.role, size * itemsize * fraction, times)
     replicated_axes = tuple(axis for axis in token_axes if axis not in param.axes)
     if replicated_axes:
-        shard = size / shard_count(mesh, axes) * STATE
+        shard = size / shard_count(mesh, axes) * itemsize
         sums.add(
             "all-reduce", replicated_axes, param.role, 2 * shard * (1 - 1 / shard_count(mesh, replicated_axes)), times
         )

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
@@ -32,6 +34,8 @@ class Work:
         accumulate: Number of parts of a training batch for gradient accumulation.
         across: The mesh axis that crosses nodes or slices.
         rules: Mesh axes that shard each logical axis of the parameters.
+        reduce_dtype: Dtype in which gradients of kernels are summed over devices. Defaults to bfloat16, or
+            to float32 with a pipeline.
         remat: Rematerialize activations in the backward pass.
         offload: Offload the inputs of layers to the host, as ``Remat(offload=("layer_input",))`` does.
         buffer_factor: Buffer factor of `RaggedAllToAll`. If `None`, buffers fit all rows of the expert axis.
@@ -55,6 +59,7 @@ class Work:
     accumulate: int = 1
     across: str | None = None
     rules: Rules = dataclasses.field(default_factory=lambda: RULES)
+    reduce_dtype: Any = None
     remat: bool = True
     offload: bool = False
     buffer_factor: float | None = None
@@ -71,6 +76,12 @@ class Work:
     def pipeline(self) -> Pipeline | None:
         """The pipeline over the mesh axis ``pipe``, or `None` without microbatches."""
         return None if self.microbatches is None else Pipeline(self.microbatches)
+
+    @property
+    def reduced(self) -> int:
+        """Bytes per element of a kernel's gradient while it is summed over devices."""
+        dtype = jnp.float32 if self.microbatches is not None else self.reduce_dtype or jnp.bfloat16
+        return jnp.dtype(dtype).itemsize
 
     @property
     def tokens(self) -> int:
@@ -153,6 +164,7 @@ class Work:
         return dataclasses.replace(
             self,
             rules=strategy.rules,
+            reduce_dtype=strategy.reduce_dtype,
             remat=strategy.remat is not None,
             buffer_factor=exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None,
             chunks=chunks,

@@ -17,7 +17,7 @@ from nnxmoe.models import is_registered
 
 # Attributes set by a strategy. They affect how the model is computed and are not part of config.json.
 _OF_STRATEGIES = frozenset("attention_fn dispatch matmul mesh mla product recurrence remat rules".split())
-_OF_MODELS = frozenset("cache_format config dtype load_report merged ropes strategy".split())
+_OF_MODELS = frozenset("cache_format config dtype load_report merged reduce_dtype ropes strategy".split())
 _SHOWN = 5
 
 

@@ -6,6 +6,8 @@ The precision of float32 products is set by ``jax.default_matmul_precision``. Th
 bfloat16 on TPUs. Pass ``precision`` if full float32 precision is required on every platform.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
@@ -13,6 +15,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.layers.linear import xla_cpu
 from nnxmoe.layers.linear.multilinear import multilinear
+from nnxmoe.sharding import reduction_dtype
 
 
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
@@ -20,10 +23,10 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
 
     Products accumulate in float32 and return ``x``'s dtype. This also holds for the backward pass, whereas JAX's
     built-in derivative would multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is
-    accumulated and returned in float32, without rounding to ``x``'s dtype. Forward mode and higher-order derivatives
-    are supported.
+    accumulated and returned in float32, without rounding to ``x``'s dtype. On a mesh, XLA sums it over the devices in
+    the dtype of `reduce_gradients_in`. Forward mode and higher-order derivatives are supported.
     """
-    kernel_dtype = kernel.dtype
+    kernel_dtype, sum_dtype = kernel.dtype, reduction_dtype(jnp.float32, x.dtype)
 
     def product(x: Array, kernel: Array) -> Array:
         return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
@@ -36,7 +39,7 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
     def kernel_gradient(x: Array, d_out: Array) -> Array:
         x, d_out = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
         left, right = (d_out, x) if transpose else (x, d_out)
-        return dot_f32(left, right, -2, -2).astype(kernel_dtype)
+        return dot_f32(left, right, -2, -2, dtype=sum_dtype).astype(kernel_dtype)
 
     return multilinear(product, {0: x_gradient, 1: kernel_gradient})(x, kernel)
 
@@ -62,17 +65,18 @@ def dot_f32(
     x_axis: int,
     y_axis: int,
     precision: PrecisionLike = None,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "*b _ _"]:
-    """Contract axis ``x_axis`` of x with axis ``y_axis`` of y (-2 or -1), accumulated and returned in float32.
+    """Contract axis ``x_axis`` of x with axis ``y_axis`` of y (-2 or -1). The product accumulates in float32.
 
     Batch dimensions come first, because XLA:CPU cannot execute some bfloat16 products with other dimension orders.
     """
     row_axis = -3 - x_axis
     if xla_cpu.casts_kernel_of_single_row(x, row_axis):
-        return dot_f32(xla_cpu.add_zero_row(x, row_axis), y, x_axis, y_axis, precision)[..., :1, :]
+        return dot_f32(xla_cpu.add_zero_row(x, row_axis), y, x_axis, y_axis, precision, dtype)[..., :1, :]
     batch = tuple(range(x.ndim - 2))
     dimensions = ((x.ndim + x_axis,), (y.ndim + y_axis,)), (batch, batch)
-    return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=dtype)
 
 
 def batched_matmul_f32(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], y_axis: int) -> Float[Array, "*b M N"]:

@@ -143,7 +143,9 @@ class StepDefinition:
     def _loss(
         self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
     ) -> tuple[Float[Array, ""], Losses]:
-        return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
+        model = self.merge(params, frozen)
+        with model.reduce_gradients():
+            return self.objective(model, part, key, count, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
         """Sum ``run(part, key, count)`` over the microbatches of a batch."""

@@ -14,7 +14,7 @@ from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.chunks import join_chunks, map_chunks, split_chunks
 from nnxmoe.layers.linear.kernel import Kernel
-from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
+from nnxmoe.sharding import batch_shard_axes, context_shard_axes, reduction_dtype, shard_map
 from nnxmoe.sharding_rules import shard_count
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
@@ -58,7 +58,7 @@ class ChunkedLoss:
     The full logits are never materialized. The forward pass also computes the gradients, so no matmul
     runs twice. The loss is exact: a token's softmax is never split. Each device gathers the kernel
     once, in the dtype of ``x``, and processes its tokens in chunks. The kernel's gradients are summed
-    over the devices at the end.
+    over the devices at the end, in the strategy's ``reduce_dtype``.
     """
 
     logits: int = 1 << 26
@@ -154,6 +154,7 @@ def _with_slopes(
         sums, (x_grad, kernel_grad) = local(x, cast, targets, weights)
     else:
         replicated, count = PartitionSpec(), shard_count(mesh, axes)
+        sum_dtype = reduction_dtype(jnp.float32, x.dtype)
         axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # parameter axes first
         axes_cover_mesh = count == mesh.size  # if the mesh has other axes, XLA would gather before the scatter
         scattered = jax.tree.map(lambda a: axes_cover_mesh and bool(a.ndim) and a.shape[-1] % count == 0, cast)
@@ -164,7 +165,8 @@ def _with_slopes(
         def global_sums(*arguments: Any) -> Any:
             sums, (x_grad, kernel_grad) = local(*arguments)
             if kernel_grad is not None:
-                kernel_grad = jax.tree.map(lambda a, part: _added(a, axes, part), kernel_grad, scattered)
+                narrow_grad = jax.tree.map(lambda a: a.astype(sum_dtype), kernel_grad)
+                kernel_grad = jax.tree.map(lambda a, part: _added(a, axes, part), narrow_grad, scattered)
             return jax.lax.psum(sums, axes), (x_grad, kernel_grad)
 
         out_specs = (replicated, replicated), (rows, grad_specs if kernel.trainable else None)
@@ -180,7 +182,21 @@ def _with_slopes(
 
 def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
     """Sum over mesh axes. If ``scatter``, each device gets its shard of the last dimension."""
-    return jax.lax.psum_scatter(a, axes, scatter_dimension=a.ndim - 1, tiled=True) if scatter else jax.lax.psum(a, axes)
+
+    def add(a: Array, dtype: Any) -> Array:
+        a = a.astype(dtype)
+        if scatter:
+            a = jax.lax.psum_scatter(a, axes, scatter_dimension=a.ndim - 1, tiled=True)
+        else:
+            a = jax.lax.psum(a, axes)
+        return a.astype(jnp.float32)
+
+    if a.dtype == jnp.float32:
+        return add(a, jnp.float32)
+    # XLA:CPU crashes on 16-bit sums in a `shard_map` over some of the mesh axes (jax 0.10.2 and 0.12.0), with "Invalid
+    # binary instruction opcode copy". The values are rounded in both cases.
+    cpu, default = (functools.partial(add, dtype=dtype) for dtype in (jnp.float32, a.dtype))
+    return jax.lax.platform_dependent(a, cpu=cpu, default=default)
 
 
 def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
