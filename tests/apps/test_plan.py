@@ -515,6 +515,18 @@ def test_combined_collectives_count_all_of_their_results(result: str, kind: str,
     assert found.bytes == size
 
 
+def test_reduce_scatters_of_tpus_are_fusions() -> None:
+    text = """ENTRY %main (a: f32[8]) -> f32[4] {
+  %reduced = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%all-reduce-scatter.1 (p: f32[8]) -> f32[4] {
+  %sum = f32[8]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    assert collectives(text, {"fsdp": 2}) == [Collective("reduce-scatter", ("fsdp",), 32, 1)]
+
+
 def test_sends_between_slices_are_those_of_their_collective() -> None:
     """As XLA:TPU writes an all-reduce over two slices; without their axis they are not looked for."""
     handler = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0"'

@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,47 +41,74 @@ class Collective:
         return self.bytes * self.times
 
 
-def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -> list[Collective]:
-    """Find the collectives reachable from the entry of an optimized HLO module, and count their executions.
+class Instruction(NamedTuple):
+    """One instruction of a program.
 
-    Collectives between TPU slices, along the mesh axis ``across``, are send instructions named after the
-    collective.
+    Attributes:
+        text: Text of the instruction.
+        computation: Name of the computation that contains the instruction.
+        times, counted: As in `Collective`.
     """
-    bodies, entry = _computations(text)
-    counts: Counter[tuple[str, tuple[str, ...], int, bool]] = Counter()
 
-    def walk(name: str, times: int, counted: bool) -> None:
+    text: str
+    computation: str
+    times: int
+    counted: bool
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """Yield the instructions reachable from the entry of an optimized HLO module, with the number of executions."""
+    bodies, entry = _computations(text)
+
+    def walk(name: str, times: int, counted: bool) -> Iterator[Instruction]:
         for line in bodies.get(name, ()):
-            if match := re.search(rf" = (.*?) ({KINDS})(-start)?\(", line):
-                mesh_axes = _axes(line, mesh)
-                if mesh_axes or match[2] == "collective-permute":
-                    size = _bytes(match[1], match[2], match[3] is not None)
-                    if match[2] == "reduce-scatter" and match[3] is None:
-                        size *= math.prod(mesh[axis] for axis in mesh_axes)
-                    counts[match[2], mesh_axes, size, counted] += times
-            elif across is not None and (send := _SENT.search(line)):
-                counts[send[2], (across,), sum(_sizes(send[1])), counted] += times
+            yield Instruction(line, name, times, counted)
             inner_times, is_counted = times, counted
             if " while(" in line:
                 trips = _trips(line, bodies)
                 inner_times, is_counted = times * (1 if trips is None else trips), counted and trips is not None
             for computation in _called(line):
-                walk(computation, inner_times, is_counted)
+                yield from walk(computation, inner_times, is_counted)
 
-    walk(entry, 1, True)
+    return walk(entry, 1, True)
+
+
+def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -> list[Collective]:
+    """Find the collectives of an optimized HLO module, and count their executions.
+
+    Collectives between TPU slices, along the mesh axis ``across``, are send instructions named after the
+    collective. XLA:TPU writes a reduce-scatter as a fusion of an all-reduce and a slice.
+    """
+    counts: Counter[tuple[str, tuple[str, ...], int, bool]] = Counter()
+    for line, computation, times, counted in instructions(text):
+        if match := re.search(rf" = (.*?) ({KINDS})(-start)?\(", line):
+            mesh_axes = _axes(line, mesh)
+            if mesh_axes or match[2] == "collective-permute":
+                size = _bytes(match[1], match[2], match[3] is not None)
+                if match[2] == "reduce-scatter" and match[3] is None:
+                    size *= math.prod(mesh[axis] for axis in mesh_axes)
+                kind = "reduce-scatter" if computation.startswith("all-reduce-scatter") else match[2]
+                counts[kind, mesh_axes, size, counted] += times
+        elif across is not None and (send := _SENT.search(line)):
+            counts[send[2], (across,), sum(_sizes(send[1])), counted] += times
     return [Collective(kind, axes, size, times, is_counted) for (kind, axes, size, is_counted), times in counts.items()]
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Map the name of each computation to its lines. Also returns the name of the entry computation."""
+    """Map the name of each computation to its instructions. Also returns the name of the entry computation.
+
+    An instruction with the metadata of a Pallas kernel has several lines, which are joined.
+    """
     bodies, entry, current = dict[str, list[str]](), "", ""
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             current = head[2]
             bodies[current] = []
             entry = current if head[1] else entry
-        elif current:
+        elif current and line.startswith("  "):
             bodies[current].append(line)
+        elif current and bodies[current] and line.strip("} "):
+            bodies[current][-1] += line
     return bodies, entry
 
 
