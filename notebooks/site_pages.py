@@ -46,6 +46,7 @@ GUIDES = {  # page -> README
     "package": "nnxmoe/README.md",
     "tests": "tests/README.md",
     "benchmarks": "tests/benchmarks/README.md",
+    "beside-maxtext": "tests/benchmarks/maxtext/README.md",
     "contributing": ".github/CONTRIBUTING.md",
     "security": ".github/SECURITY.md",
     "changelog": "CHANGELOG.md",
