@@ -19,7 +19,7 @@ from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorted, dispatch_info, mask_padding
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.permute import clip_to_capacity, combine, permute, unpermute
+from nnxmoe.moe.permute import clip_to_capacity, combine, permute
 from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
 from nnxmoe.moe.router import Routing
 from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
@@ -134,13 +134,11 @@ class RaggedAllToAll(BufferedExchange):
         counts = jnp.bincount(ids.reshape(-1), length=shards * local_experts).astype(jnp.int32)
         all_counts = jax.lax.all_gather(counts, axis).reshape(shards, shards, local_experts)
         plan = ExchangePlan.from_counts(all_counts, shard, capacity)
-        # Send the rows to the shards of their experts.
+        # Send the rows to the shards of their experts, where they arrive sorted by local expert.
         max_rows = min(tokens * min(experts_per_token, local_experts), capacity)
         exchange = functools.partial(ragged_all_to_all, axis=axis, max_rows=max_rows)
-        received_rows = exchange(rows, capacity, plan.send, plan.receive)
-        # Sort the received rows by local expert, apply the experts, and restore the order.
-        grouped_rows, local_order = permute(received_rows, plan.expert[:, None], capacity, local_experts)
-        outputs = unpermute(experts(grouped_rows, plan.sizes), local_order)
+        grouped_rows = exchange(rows, capacity, plan.send, plan.receive)
+        outputs = experts(grouped_rows, plan.sizes)
         # Send the outputs back. Dropped rows stay zero.
         returned_rows = exchange(outputs, ids.size, plan.receive, plan.send)
         return combine(returned_rows, order, weights).reshape(x.shape), plan.dropped
@@ -152,45 +150,47 @@ class ExchangePlan:
     """Rows that one shard sends and receives, on an axis with S shards and L experts per shard.
 
     Attributes:
-        send: Rows to send to each shard.
-        receive: Rows to receive from each shard.
-        expert: Local expert id of each row of the receive buffer, or L for unused rows.
+        send: Rows to send to each expert of each shard.
+        receive: Rows to receive from each shard for each local expert. The receive buffer is sorted by local expert,
+            and by sender within an expert.
         sizes: Number of received rows per local expert.
         dropped: Number of rows that are assigned to this shard's experts but do not fit into the receive buffer.
     """
 
     send: TransferPlan
     receive: TransferPlan
-    expert: Int[Array, "capacity"]
     sizes: Int[Array, "L"]
     dropped: Int[Array, ""]
 
     @classmethod
     def from_counts(cls, counts: Int[Array, "S S L"], shard: Int[Array, ""], capacity: int) -> "ExchangePlan":
-        """Plan the exchange of one shard. Receive buffers are filled in sender order.
+        """Plan the exchange of one shard. Rows of earlier senders have priority in a full receive buffer.
 
         Args:
             counts: ``counts[s, r, l]`` is the number of rows that shard s sends to expert l of shard r.
             shard: Index of this shard.
             capacity: Number of rows in the receive buffer. Excess rows are dropped.
         """
-        requests = jnp.sum(counts, axis=-1)
-        send_offsets = jnp.cumsum(requests, axis=1) - requests  # Row offsets on the sender.
-        receive_offsets = jnp.cumsum(requests, axis=0) - requests  # Row offsets in the receiver's buffer.
-        sent_counts = jnp.clip(capacity - receive_offsets, 0, requests)
-        receive_offsets = jnp.minimum(receive_offsets, capacity)
-        incoming_counts = counts[:, shard].reshape(-1)  # in the order of the receive buffer: by sender, then by expert
-        accepted_counts = clip_to_capacity(incoming_counts, capacity)
-        ends = jnp.cumsum(accepted_counts)
-        expert = jnp.searchsorted(ends, jnp.arange(capacity), side="right").astype(jnp.int32) % counts.shape[-1]
-        expert = jnp.where(jnp.arange(capacity) < ends[-1], expert, counts.shape[-1])
+        shards, local_experts = counts.shape[1:]
+        send_offsets = _starts(counts.reshape(shards, -1)).reshape(counts.shape)  # Row offsets on the sender.
+        by_receiver = counts.transpose(1, 0, 2).reshape(shards, -1)  # by sender, then by expert
+        accepted = jax.vmap(clip_to_capacity, (0, None))(by_receiver, capacity).reshape(shards, shards, local_experts)
+        by_expert = accepted.transpose(0, 2, 1).reshape(shards, -1)  # by expert, then by sender
+        receive_offsets = _starts(by_expert).reshape(shards, local_experts, shards).transpose(2, 0, 1)
+        accepted = accepted.transpose(1, 0, 2)
+        sent = send_offsets[shard], accepted[shard], receive_offsets[shard]
+        received = receive_offsets[:, shard], accepted[:, shard], send_offsets[:, shard]
         return cls(
-            send=TransferPlan(send_offsets[shard], sent_counts[shard], receive_offsets[shard]),
-            receive=TransferPlan(receive_offsets[:, shard], sent_counts[:, shard], send_offsets[:, shard]),
-            expert=expert,
-            sizes=jnp.sum(accepted_counts.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
-            dropped=jnp.sum(incoming_counts) - jnp.sum(accepted_counts),
+            send=TransferPlan(*sent),
+            receive=TransferPlan(*received),
+            sizes=jnp.sum(accepted[:, shard], axis=0, dtype=jnp.int32),
+            dropped=jnp.sum(counts[:, shard]) - jnp.sum(accepted[:, shard]),
         )
+
+
+def _starts(sizes: Int[Array, "S N"]) -> Int[Array, "S N"]:
+    """Return the first index of each of N consecutive ranges with these sizes."""
+    return jnp.cumsum(sizes, axis=1) - sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ def sort_by_expert(ids: Int[Array, "R"], num_rows: int, num_experts: int) -> Sor
     return SortOrder(order[:num_rows], jnp.minimum(inverse, num_rows))
 
 
-def _take_or_zero(values: Array, index: Int[Array, "..."]) -> Array:
+def take_or_zero(values: Array, index: Int[Array, "..."]) -> Array:
     """Return ``values[index]``, with zeros where the index is out of range."""
     return values.at[index].get(mode="fill", fill_value=0)
 
@@ -54,10 +54,10 @@ def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], inverse: Int[
     """
 
     def gather(rows: Array, index: Array, inverse: Array) -> Array:
-        return _take_or_zero(rows, index)
+        return take_or_zero(rows, index)
 
     def rows_grad(index: Array, inverse: Array, d_out: Array) -> Array:
-        d_rows = _take_or_zero(d_out, inverse)
+        d_rows = take_or_zero(d_out, inverse)
         return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype)
 
     return multilinear(gather, {0: rows_grad})(rows, index, inverse)
@@ -89,7 +89,7 @@ def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[A
     dtype, weights_dtype, shape = rows.dtype, weights.dtype, weights.shape
 
     def combine_rows(rows: Array, weights: Array, assignment: Array, row: Array) -> Array:
-        token_rows = _take_or_zero(rows, row)
+        token_rows = take_or_zero(rows, row)
         return weighted_sum(weights, token_rows.reshape(*shape, rows.shape[-1]), axis=1)
 
     def output_grad_per_row(assignment: Array, d_y: Array) -> Array:
@@ -102,7 +102,7 @@ def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[A
     def weights_grad(rows: Array, assignment: Array, row: Array, d_y: Array) -> Array:
         d_y_rows = output_grad_per_row(assignment, d_y).astype(jnp.float32)
         products = jnp.sum(rows.astype(jnp.float32) * d_y_rows, axis=-1)
-        return _take_or_zero(products, row).reshape(shape).astype(weights_dtype)
+        return take_or_zero(products, row).reshape(shape).astype(weights_dtype)
 
     return multilinear(combine_rows, {0: rows_grad, 1: weights_grad})(rows, weights, *order)
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.linear.multilinear import multilinear
+from nnxmoe.moe.permute import take_or_zero
 
 
 class TransferPlan(NamedTuple):
-    """Row ranges that one shard sends to, or receives from, each of the S shards of an axis.
+    """L row ranges that one shard sends to, or receives from, each of the S shards of an axis.
 
     Attributes:
         offsets: First row in this shard's array.
@@ -18,9 +19,9 @@ class TransferPlan(NamedTuple):
         remote_offsets: First row in the remote shard's array.
     """
 
-    offsets: Int[Array, "S"]
-    sizes: Int[Array, "S"]
-    remote_offsets: Int[Array, "S"]
+    offsets: Int[Array, "S L"]
+    sizes: Int[Array, "S L"]
+    remote_offsets: Int[Array, "S L"]
 
 
 def ragged_all_to_all(
@@ -59,18 +60,28 @@ def ragged_all_to_all(
 def _exchange(rows: Any, send: TransferPlan, receive: TransferPlan, buffer_size: int, axis: str, max_rows: int) -> Any:
     def ragged(rows: Array) -> Array:
         output = jnp.zeros((buffer_size, rows.shape[1]), rows.dtype)
-        sizes = (send.offsets, send.sizes, send.remote_offsets, receive.sizes)
-        return jax.lax.ragged_all_to_all(rows, output, *sizes, axis_name=axis)
+        ranges = (send.offsets, send.sizes, send.remote_offsets, receive.sizes)
+        return jax.lax.ragged_all_to_all(rows, output, *(array.reshape(-1) for array in ranges), axis_name=axis)
 
     def padded(rows: Array) -> Array:
-        shards, offset, position = send.sizes.shape[0], jnp.arange(max_rows)[None, :], jnp.arange(buffer_size)
-        index = jnp.where(offset < send.sizes[:, None], send.offsets[:, None] + offset, rows.shape[0])
-        blocks = rows.at[index].get(mode="fill", fill_value=0)
-        blocks = jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0).reshape(shards * max_rows, -1)
-        starts = receive.offsets
-        sender = jnp.clip(jnp.searchsorted(starts, position, side="right") - 1, 0, shards - 1)
-        offset = position - starts[sender]
-        index = jnp.where(offset < receive.sizes[sender], sender * max_rows + offset, shards * max_rows)
-        return blocks.at[index].get(mode="fill", fill_value=0)
+        blocks = take_or_zero(rows, _row_indices(send, max_rows, rows.shape[0]))
+        blocks = jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0).reshape(-1, rows.shape[1])
+        buffer_rows = _row_indices(receive, max_rows, buffer_size).reshape(-1)
+        count = buffer_rows.size
+        block_rows = jnp.full(buffer_size, count).at[buffer_rows].set(jnp.arange(count), mode="drop")
+        return take_or_zero(blocks, block_rows)
 
     return jax.lax.platform_dependent(rows, cpu=padded, default=ragged)
+
+
+def _row_indices(plan: TransferPlan, max_rows: int, out_of_range: int) -> Int[Array, "S max_rows"]:
+    """Return the indices of the rows of each remote shard's ranges, padded with ``out_of_range``."""
+    ends = jnp.cumsum(plan.sizes, axis=1)
+    position = jnp.arange(max_rows)
+
+    def shard_indices(offsets: Array, sizes: Array, ends: Array) -> Array:
+        part = jnp.searchsorted(ends, position, side="right")  # the range of each row
+        shift = (offsets - (ends - sizes)).at[part].get(mode="fill", fill_value=0)
+        return jnp.where(position < ends[-1], position + shift, out_of_range)
+
+    return jax.vmap(shard_indices)(plan.offsets, plan.sizes, ends)

@@ -133,7 +133,7 @@ def exchange() -> Iterator[Line]:
     """The ragged exchange and its gradient on a mesh of one device: some rows are not sent."""
     mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((12, 8)), jnp.float32)
-    send, receive = (TransferPlan(*(jnp.array([n], jnp.int32) for n in side)) for side in ((0, 7, 0), (0, 7, 0)))
+    send, receive = (TransferPlan(*(jnp.array([[n]], jnp.int32) for n in side)) for side in ((0, 7, 0), (0, 7, 0)))
 
     def loss(rows: Any, move: Any) -> Any:
         out = move(rows)

@@ -149,6 +149,15 @@ def test_collectives_of_expert_parallel_modes(eight: Callable[..., Any], shape: 
     assert count(on_experts(eight, "ring", shape, True)) == (0, 3, 3)
 
 
+def sorts(way: str) -> int:
+    return len(re.findall(r" sort\(", program(way, "tiny", True, expert=8).as_text()))
+
+
+def test_received_rows_are_not_sorted(eight: Callable[..., Any]) -> None:
+    """The exchange puts them in the order of the local experts: only the sort of the sender's rows remains."""
+    assert eight(sorts, "ragged") == eight(sorts, "ring") == 1
+
+
 def only_tokens_travel(found: Found, shape: str, times: int) -> bool:
     """Whether the only collectives are ``times`` all-to-alls of a device's capacity slots."""
     dim, _, experts, select = SHAPES[shape]

@@ -310,28 +310,27 @@ def exchanged(seed: int, room: int) -> tuple[Any, ...]:
             return ragged_all_to_all(rows, room, plan.send, plan.receive, axis="expert", max_rows=min(have, room))
 
         out, pull = jax.vjp(move, rows[0])
-        return out[None], pull(weight[0])[0][None], plan.expert[None], plan.sizes[None], plan.dropped[None]
+        return out[None], pull(weight[0])[0][None], plan.sizes[None], plan.dropped[None]
 
     spec = PartitionSpec("expert")
-    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec,) * 5, check_vma=False)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec,) * 4, check_vma=False)
     got = [np.asarray(value) for value in jax.jit(run)(rows, weight)]
     out, back = np.zeros((shards, room, 2), np.float32), np.zeros_like(rows)
-    experts, dropped = np.full((shards, room), each), np.zeros(shards, int)
-    filled, begin = [0] * shards, [0] * shards
-    for sender in range(shards):
-        for receiver in range(shards):
+    sizes, dropped = np.zeros((shards, each), int), np.zeros(shards, int)
+    for receiver in range(shards):
+        accepted: list[tuple[int, int, int]] = []  # expert, sender and row, in the order of arrival
+        for sender in range(shards):
+            row = counts[sender, :receiver].sum()
             for expert in range(each):
                 for _ in range(counts[sender, receiver, expert]):
-                    if filled[receiver] < room:
-                        out[receiver, filled[receiver]] = rows[sender, begin[sender]]
-                        back[sender, begin[sender]] = weight[receiver, filled[receiver]]
-                        experts[receiver, filled[receiver]] = expert
-                        filled[receiver] += 1
-                    else:
-                        dropped[receiver] += 1
-                    begin[sender] += 1
-    sizes = np.stack([[(experts[r] == e).sum() for e in range(each)] for r in range(shards)])
-    return got, [out, back, experts, sizes, dropped]
+                    accepted.append((expert, sender, row))
+                    row += 1
+        accepted, dropped[receiver] = accepted[:room], len(accepted[room:])
+        for position, (expert, sender, row) in enumerate(sorted(accepted)):
+            out[receiver, position] = rows[sender, row]
+            back[sender, row] = weight[receiver, position]
+            sizes[receiver, expert] += 1
+    return got, [out, back, sizes, dropped]
 
 
 @pytest.mark.slow
