@@ -19,7 +19,7 @@ from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorted, dispatch_info, mask_padding
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.permute import clip_to_capacity, combine, permute
+from nnxmoe.moe.permute import clip_to_capacity, permute, unpermute, weighted_sum
 from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
 from nnxmoe.moe.router import Routing
 from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
@@ -141,7 +141,9 @@ class RaggedAllToAll(BufferedExchange):
         outputs = experts(grouped_rows, plan.sizes)
         # Send the outputs back. Dropped rows stay zero.
         returned_rows = exchange(outputs, ids.size, plan.receive, plan.send)
-        return combine(returned_rows, order, weights).reshape(x.shape), plan.dropped
+        # With `combine`, a training step of DeepSeek-V3 needs up to 10 % more memory (compiled for TPU v5p).
+        token_rows = unpermute(returned_rows, order).reshape(tokens, experts_per_token, -1)
+        return weighted_sum(weights, token_rows, axis=1).reshape(x.shape), plan.dropped
 
 
 @jax.tree_util.register_dataclass

