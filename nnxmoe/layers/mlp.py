@@ -29,7 +29,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
         gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
-        return checkpoint_name(self.down(self.activation(gate, up)), "down")
+        return self._activate_and_project(gate, up)
+
+    def _activate_and_project(self, *inputs: Float[Array, "*rows F"]) -> Float[Array, "*rows D"]:
+        """Compute ``down(activation(*inputs))``. The backward pass recomputes the activation."""
+        project = jax.checkpoint(lambda *inputs: self.down(self.activation(*inputs)))
+        return checkpoint_name(project(*inputs), "down")
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
         return True
@@ -46,7 +51,7 @@ class UngatedMLP(MLP):
         self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
-        return checkpoint_name(self.down(self.activation(checkpoint_name(self.up(x), "up"))), "down")
+        return self._activate_and_project(checkpoint_name(self.up(x), "up"))
 
 
 class GatedSharedExpert(MLP):

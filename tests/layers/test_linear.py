@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from nnxmoe import BlockedMatmul, MaskedMatmul
+from nnxmoe.layers.activations import swiglu
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, einsum_f32, matmul, matmul_f32
+from nnxmoe.layers.mlp import MLP, UngatedMLP
 from nnxmoe.moe.blocked import FEW_SIZE_FACTORS, MANY_SIZE_FACTORS, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
@@ -147,3 +151,16 @@ def test_block_sizes() -> None:
             assert min(size for size in block_sizes(8 * mean, 8, means) if size >= 1.1 * mean) <= 1.34 * mean
     for rows in range(1, 99):
         assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY_SIZE_FACTORS))
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(("cls", "saved"), [(MLP, 2), (UngatedMLP, 1)])
+def test_mlp_saves_only_the_inputs_of_the_activation(cls: Any, saved: int) -> None:
+    """Residuals of width F: the backward pass computes the activation again, but no product."""
+    activation = swiglu if cls is MLP else jax.nn.silu
+    mlp = cls(8, 24, bias=False, activation=activation, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((5, 8), jnp.float32)
+    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(lambda x: mlp(x), x)[1], x))
+    assert [a.shape for a in residuals].count((5, 24)) == saved
+    program = jax.jit(jax.grad(lambda x: jnp.sum(mlp(x)))).lower(x).compile().as_text()
+    assert len(re.findall(r" dot\(", program)) == 2 * saved + 1

@@ -149,7 +149,11 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = Dense(1, (self.width,), ("embed", "mlp"), self.biased, name="wi_0")(x)
         up = Dense(1, (self.width,), ("embed", "mlp"), self.biased, name="wi_1")(x)
-        return Dense(1, (x.shape[-1],), ("mlp", "embed"), self.biased, name="wo")(jax.nn.silu(gate) * up)
+
+        def project(_: nn.Module, gate: Any, up: Any) -> Any:
+            return Dense(1, (x.shape[-1],), ("mlp", "embed"), self.biased, name="wo")(jax.nn.silu(gate) * up)
+
+        return nn.remat(project)(self, gate, up)  # as our MLP, which saves gate and up only
 
 
 @dataclasses.dataclass(frozen=True)
