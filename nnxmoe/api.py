@@ -83,6 +83,7 @@ if TYPE_CHECKING:  # imports that type checkers and editors can resolve
     from nnxmoe.runtime import processes as processes
     from nnxmoe.runtime.compile_cache import compile_cache as compile_cache
     from nnxmoe.sharding_rules import RULES as RULES
+    from nnxmoe.sharding_rules import TRAINING_RULES as TRAINING_RULES
     from nnxmoe.tokenizer.tokenizer import Tokenizer as Tokenizer
     from nnxmoe.tokenizer.tokenizer import TokenizerError as TokenizerError
 
@@ -136,7 +137,7 @@ _NAMES = {  # module -> public names that it defines
     "nnxmoe.moe.triton": "TritonMatmul TritonProduct",
     "nnxmoe.runtime": "processes",
     "nnxmoe.runtime.compile_cache": "compile_cache",
-    "nnxmoe.sharding_rules": "RULES",
+    "nnxmoe.sharding_rules": "RULES TRAINING_RULES",
     "nnxmoe.tokenizer.tokenizer": "Tokenizer TokenizerError",
 }
 

@@ -45,14 +45,14 @@ def is_static(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _manual_axes() -> tuple[str, ...]:
+def manual_axes() -> tuple[str, ...]:
     """Return the manual axes of the enclosing `jax.shard_map`, such as ``pipe`` inside a pipeline stage."""
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _current_mesh(mesh: AnyMesh) -> AnyMesh:
     """Return the abstract mesh if any axis is manual, because JAX then rejects ``mesh``. Otherwise return ``mesh``."""
-    return jax.sharding.get_abstract_mesh() if _manual_axes() else mesh
+    return jax.sharding.get_abstract_mesh() if manual_axes() else mesh
 
 
 def shard_map(
@@ -67,7 +67,7 @@ def shard_map(
         out_specs: Partition specs of the outputs.
         axes: Mesh axes that become manual. Defaults to all axes that are not manual yet.
     """
-    names = set(mesh.shape) - set(_manual_axes()) if axes is None else set(axes)
+    names = set(mesh.shape) - set(manual_axes()) if axes is None else set(axes)
     specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
     return jax.shard_map(run, mesh=_current_mesh(mesh), axis_names=names, check_vma=False, **specs)
 
@@ -76,7 +76,7 @@ def batch_axes(mesh: AnyMesh | None) -> tuple[str, ...]:
     """Return the mesh axes of size > 1 that shard the batch, without manual axes such as ``pipe``."""
     if mesh is None:
         return ()
-    manual = _manual_axes()
+    manual = manual_axes()
     return tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1 and axis not in manual)
 
 
@@ -88,7 +88,7 @@ def batch_shard_axes(batch: Any, mesh: AnyMesh | None) -> tuple[str, ...]:
 
 def context_shard_axes(length: int, mesh: AnyMesh | None) -> tuple[str, ...]:
     """Return ``("context",)`` if that axis has a size > 1 that divides ``length``, else ()."""
-    size = 1 if mesh is None or CONTEXT in _manual_axes() else mesh.shape.get(CONTEXT, 1)
+    size = 1 if mesh is None or CONTEXT in manual_axes() else mesh.shape.get(CONTEXT, 1)
     return (CONTEXT,) if size > 1 and length % size == 0 else ()
 
 

@@ -99,7 +99,8 @@ plt.show()
 # - `fsdp=8, expert=32` lets tokens cross nodes, so that fewer weights must.
 
 # %%
-work = {"batch": 256, "seq": 4096, "on": "h100"}
+rules = {**nnxmoe.RULES}  # dense kernels over fsdp; by default, over fsdp and expert, the last change of this notebook
+work = {"batch": 256, "seq": 4096, "on": "h100", "rules": rules}
 meshes = {"fsdp": 256}, {"fsdp": 32, "expert": 8}, {"fsdp": 8, "expert": 32}
 plans = {name(plan): plan for plan in (nnxmoe.plan("deepseek-v3", mesh, **work) for mesh in meshes)}
 for label, plan in plans.items():
@@ -199,8 +200,8 @@ rules = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}
 steps = {
     "as planned first": best,
     "buffer 1.25": nnxmoe.plan("deepseek-v3", best.mesh, **work, buffer_factor=1.25),
-    "embed over both": nnxmoe.plan("deepseek-v3", best.mesh, **work, rules=rules),
-    "both changes": nnxmoe.plan("deepseek-v3", best.mesh, **work, rules=rules, buffer_factor=1.25),
+    "embed over both": nnxmoe.plan("deepseek-v3", best.mesh, **work | {"rules": rules}),
+    "both changes": nnxmoe.plan("deepseek-v3", best.mesh, **work | {"rules": rules}, buffer_factor=1.25),
 }
 held = {label: {kind: getattr(plan.bytes, kind) / 1e9 for kind in KEPT} for label, plan in steps.items()}
 ax = plot.bars(held, "GB on one device", form="{:.0f}")

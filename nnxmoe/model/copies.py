@@ -12,13 +12,14 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.program import require_values
 from nnxmoe.model.stack import ScannedStack, Unrolled
-from nnxmoe.model.strategy import attention_fn_for_mesh, check_context
+from nnxmoe.model.strategy import Strategy, attention_fn_for_mesh, check_context
 from nnxmoe.moe.block import MoE
-from nnxmoe.sharding_rules import check_mesh
+from nnxmoe.moe.experts import Experts
+from nnxmoe.sharding_rules import Rules, check_mesh
 
 
-def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
-    """Copy a model with its arrays sharded over a mesh.
+def on_mesh(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> CausalLM:
+    """Copy a model with its arrays sharded over a mesh. ``rules`` default to the rules of the model's strategy.
 
     Raises:
         ValueError: The model is abstract, or its parameters, attention or pipeline stages do not fit the mesh.
@@ -27,21 +28,32 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
         if isinstance(stack, PipelinedStack):
             stack.refuse_stages(mesh)
     check_context(model, mesh)
-    check_mesh(model, mesh, model.strategy.rules)
+    strategy = dataclasses.replace(model.strategy, mesh=mesh, rules=model.strategy.rules if rules is None else rules)
+    check_mesh(model, mesh, strategy.rules)
     graph, state = nnx.split(model)
     require_values(jax.tree.leaves(state))
-    strategy = dataclasses.replace(model.strategy, mesh=mesh)
     leaves = [
         (path, variable.replace(jax.device_put(variable.get_value(), strategy.sharding_of(variable))))
         for path, variable in nnx.to_flat_state(state)
     ]
-    model = nnx.merge(graph, nnx.from_flat_state(leaves))  # the copy has new variables
+    return _bind(nnx.merge(graph, nnx.from_flat_state(leaves)), strategy)  # the copy has new variables
+
+
+def with_rules(model: CausalLM, rules: Rules) -> CausalLM:
+    """Return a copy of a model with other sharding rules. The copy has the same arrays, which are not moved."""
+    return _bind(nnx.merge(*nnx.split(model)), dataclasses.replace(model.strategy, rules=rules))
+
+
+def _bind(model: CausalLM, strategy: Strategy) -> CausalLM:
+    """Set the strategy of a model, and the mesh and rules of its modules, in place."""
     model.strategy = strategy
     for _, node in nnx.iter_graph(model):
         if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # modules with a `mesh` attribute
-            node.mesh = mesh
+            node.mesh = strategy.mesh
+        if isinstance(node, Embed | Experts):
+            node.rules = strategy.rules
         if isinstance(node, nnx.Module) and (attention_fn := getattr(node, "attention_fn", None)) is not None:
-            setattr(node, "attention_fn", attention_fn_for_mesh(attention_fn, mesh, model.strategy.rules))  # noqa: B010
+            setattr(node, "attention_fn", attention_fn_for_mesh(attention_fn, strategy.mesh, strategy.rules))  # noqa: B010
     return model
 
 

@@ -125,7 +125,7 @@ class Strategy(KnownFields):
             Gradients are accumulated in float32 over the tokens of a device and over microbatches. With a ``pipeline``,
             the sums are always float32.
         mesh: Mesh over which parameters and tokens are sharded by ``rules``. ``from_pretrained(mesh=…)`` sets it.
-        rules: Mesh axes of each logical axis.
+        rules: Mesh axes of each logical axis. `nnxmoe.train.fit` replaces the default by `training_rules`.
         pipeline: A `Pipeline` that splits the layers over the mesh axis ``pipe``. If None, layers are not split.
     """
 
@@ -174,7 +174,8 @@ class Strategy(KnownFields):
                 "with axis_types=(jax.sharding.AxisType.Auto, …)"
             )
         check_rules("Strategy", self.rules)
-        object.__setattr__(self, "rules", FrozenDict(self.rules))
+        if self.rules is not RULES:  # `training_rules` replaces the default rules only
+            object.__setattr__(self, "rules", FrozenDict(self.rules))
 
     def _check_pipeline(self, pipeline: Any) -> None:
         from nnxmoe.model.pipeline import Pipeline

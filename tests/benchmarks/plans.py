@@ -43,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def cell(model: str, mesh: dict[str, int], on: str, **options: Any) -> str:
     """Arguments and temporary bytes of a plan, and whether they fit."""
+    options = {"rules": {**nnxmoe.RULES}} | options
     made = nnxmoe.plan(model, mesh, batch=math.prod(mesh.values()), seq=4096, on=on, advise=False, **options)
     given = made.bytes.arguments
     return f"{given / 1e9:.1f} + {(made.memory - given) / 1e9:.1f} {'yes' if made.fits else 'no'}"
@@ -51,8 +52,7 @@ def cell(model: str, mesh: dict[str, int], on: str, **options: Any) -> str:
 def plan_of(run: PublishedRun, **more: Any) -> Plan:
     """The plan of a published run."""
     choices = dict(run.choices)
-    if "rules" in choices:
-        choices["rules"] = {**nnxmoe.RULES, **{name: tuple(axes) for name, axes in choices["rules"].items()}}
+    choices["rules"] = {**nnxmoe.RULES, **{name: tuple(axes) for name, axes in choices.get("rules", {}).items()}}
     sizes: dict[str, Any] = {"batch": run.batch, "seq": run.seq, "on": run.on, "train": run.train}
     return nnxmoe.plan(run.model, run.mesh, advise=False, **sizes, **choices | more)
 

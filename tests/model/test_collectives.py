@@ -4,6 +4,7 @@ Programs are compiled for abstract arrays, so no large array is allocated.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -260,6 +261,39 @@ def test_kernel_gradients_are_reduced_in_the_strategys_dtype(eight: Callable[...
     assert narrow["bf16 dot"] - wide["bf16 dot"] == dense_kernels
     same = {eight(reduction_kinds, "float32", reduce)[1] for reduce in (None, "float32")}
     assert len(same) == 1, "float32 activations: nothing changes"
+
+
+VOCAB = 512  # the head is the largest kernel
+
+
+def gathers_of_step(rules: Any) -> tuple[list[str], list[Any], int]:
+    """All-gathers of the update of a compiled step, all its all-gathers, and the elements of the state per device."""
+    mesh = nnxmoe.make_mesh(fsdp=2, expert=4)
+    strategy = nnxmoe.Strategy(
+        dispatch=WAYS["ragged"], stacking=nnxmoe.Scanned(), mesh=mesh, rules=rules, compute_dtype="bfloat16"
+    )
+    config = dataclasses.replace(DEEPSEEK, vocab_size=VOCAB)
+    model = nnxmoe.models.DeepSeekV3(config, strategy, rngs=None, dtype=jnp.float32)
+    step = nnxmoe.train.Step(model, optax.adamw(1e-3))
+    text = step.lower({"tokens": jax.ShapeDtypeStruct((B, T), jnp.int32)}).compile().as_text()
+    lines = [line for line in text.splitlines() if re.search(r" = .*\ball-gather(-start)?\(", line)]
+    gathers = [one for one in collectives_of(text, dict(mesh.shape)) if one.kind == "all-gather"]
+    state = step.shapes()
+    arrays = jax.tree.leaves((state.params, state.moments))
+    elements = sum(math.prod(array.sharding.shard_shape(array.shape)) for array in arrays)
+    return [line for line in lines if not re.search(r'op_name="[^"]*jvp\(', line)], gathers, elements
+
+
+def test_training_rules_gather_nothing_in_the_update(eight: Callable[..., Any]) -> None:
+    """With dense kernels over fsdp alone, XLA shards the head's update further and gathers parameters and moments."""
+    updates, gathers, elements = eight(gathers_of_step, dict(nnxmoe.TRAINING_RULES))
+    narrow_updates, _, narrow_elements = eight(gathers_of_step, dict(nnxmoe.RULES))
+    assert len(updates) == 0 and len(narrow_updates) == 3
+    assert elements < 0.6 * narrow_elements
+    # Kernels are gathered over one axis after another, and no gradient is gathered: the head's is already scattered.
+    of_head = [one for one in gathers if one.bytes >= 2 * VOCAB * DEEPSEEK.hidden_size // 2]
+    assert sorted((one.axes, one.times) for one in of_head) == [(("expert",), 1), (("fsdp",), 1)]
+    assert ("fsdp", "expert") not in {one.axes for one in gathers if one.bytes > 4 * B * T}
 
 
 WIDE = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}

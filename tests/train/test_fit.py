@@ -865,6 +865,41 @@ def on_several_devices() -> None:
             fit(model(place), [batch], optimizer=optax.sgd(0.1), steps=1)
 
 
+def test_fit_shards_dense_kernels_over_fsdp_and_expert(eight: Callable[..., Any], tmp_path: Path) -> None:
+    """Unless the strategy has rules of its own, or the kernels are frozen."""
+    eight(with_training_rules, str(tmp_path))
+
+
+def with_training_rules(folder: str) -> None:
+    mesh, batch = nnxmoe.make_mesh(fsdp=2, expert=2, devices=jax.devices()[:4]), {"tokens": random_tokens(4, 8)}
+    options: dict[str, Any] = {"optimizer": optax.adam(1e-2), "steps": 2}
+
+    def run(strategy: nnxmoe.Strategy, adapters: bool = False, **more: Any) -> tuple[Any, float]:
+        """The axes that shard the width of a kernel, and the last loss."""
+        model = build_tiny("mixtral", strategy)
+        if adapters:
+            lora.add(model, 2, rngs=nnx.Rngs(0))
+        before = nnx.state(model)["stacks"][0]["layer"]["attention"]["q"]["kernel"].get_value().sharding
+        done = fit(model, [batch], **options | more)
+        assert nnx.state(model)["stacks"][0]["layer"]["attention"]["q"]["kernel"].get_value().sharding == before
+        assert model.strategy == strategy, "the model that was passed has not changed"
+        sharding = nnx.state(done.model)["stacks"][0]["layer"]["attention"]["q"]["kernel"].get_value().sharding
+        assert done.model.strategy.sharding_of(nnx.state(done.model)["head"]["kernel"]).spec[-1] == sharding.spec[-1]
+        return sharding.spec[-1], done.history[-1]["loss"]
+
+    scanned = dataclasses.replace(PLAIN, stacking=nnxmoe.Scanned())
+    narrow = dataclasses.replace(scanned, rules={**nnxmoe.RULES})
+    on_mesh, narrow_on_mesh = (dataclasses.replace(strategy, mesh=mesh) for strategy in (scanned, narrow))
+    axes, loss = run(scanned, mesh=mesh)
+    narrow_axes, narrow_loss = run(narrow, mesh=mesh)
+    assert (axes, narrow_axes) == (("fsdp", "expert"), "fsdp") and loss == pytest.approx(narrow_loss, rel=1e-6)
+    assert run(on_mesh) == (("fsdp", "expert"), loss)
+    assert run(scanned, adapters=True, mesh=mesh)[0] == "fsdp"
+    run(narrow_on_mesh, checkpoint=folder, steps=1)
+    axes, resumed = run(on_mesh, checkpoint=folder)
+    assert axes == ("fsdp", "expert") and resumed == pytest.approx(loss, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_fit_on_a_mesh_leaves_the_given_model_where_it_was(eight: Callable[..., Any]) -> None:
     eight(after_a_mesh)

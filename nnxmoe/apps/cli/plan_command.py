@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help_text = "pipeline microbatches, a multiple of the stages (with --mesh pipe=…)"
     add("--microbatches", type=count, metavar="M", help=help_text)
     add("--no-remat", dest="remat", action="store_false", help="store all activations for the backward pass")
-    help_text = "mesh axes that shard a parameter axis, such as embed=fsdp+expert"
+    help_text = "mesh axes that shard a parameter axis, such as embed=fsdp+expert (default: as nnxmoe finetune)"
     add("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=help_text)
     add("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
     add("--compare", type=mesh, metavar="AXES", help="also plan this mesh and compare both")
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
     }
     work["quantize"] = loading.quantize_method(options)
     work["on"] = dataclasses.replace(hardware(options.on), **rates)
-    work["rules"] = {**RULES, **dict(options.rules)}
+    work["rules"] = {**RULES, **dict(options.rules)} if options.rules else RULES
     if options.search:
         search_meshes = search.search
         if options.batch is None:  # also search the batch size and rematerialization

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.runtime.hardware import TABLE, Hardware
+from nnxmoe.sharding_rules import RULES
 
 MOST = 10
 
@@ -31,7 +32,10 @@ def changes(step_plan: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
         [],
         step_plan.memory / step_plan.bytes.total,
     )  # compiled / estimated memory (1 if not compiled)
-    for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, step_plan.work):
+    planned_work = step_plan.work
+    if step_plan.other_rules is not None:  # other meshes may need other `training_rules`
+        planned_work = dataclasses.replace(planned_work, rules=RULES)
+    for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, planned_work):
         try:
             result = plan(step_plan.model, step_plan.config, device, abstract_mesh(mesh), work)
         except ValueError:  # the changed mesh cannot shard the model or the batch
@@ -48,7 +52,7 @@ def _candidates(device: Hardware, mesh: Mapping[str, int], work: Work) -> Iterat
     def choose(text: str, **choices: Any) -> _Change:
         return _Change(text, device, mesh, dataclasses.replace(work, **choices))
 
-    if mesh["expert"] > 1 and mesh["fsdp"] > 1 and "expert" not in (work.rules["embed"] or ()):
+    if mesh["expert"] > 1 and "expert" not in (work.rules["embed"] or ()):
         embed_axes = ("fsdp", "context", "expert")
         yield choose("rules embed -> (fsdp, context, expert)", rules={**work.rules, "embed": embed_axes})
     if work.train and mesh["expert"] > 1 and work.buffer_factor is None:

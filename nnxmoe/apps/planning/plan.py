@@ -11,7 +11,7 @@ from nnxmoe.apps.planning.arithmetic import Bytes, bytes_of, bytes_read
 from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_program, target
 from nnxmoe.apps.planning.operations import operations
 from nnxmoe.apps.planning.planned_model import first_layers, read_model
-from nnxmoe.apps.planning.planned_step import PlannedStep, rows_per_device
+from nnxmoe.apps.planning.planned_step import PlannedStep, abstract, rows_per_device
 from nnxmoe.apps.planning.published import Efficiency
 from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.apps.planning.traffic import Traffic, traffic
@@ -27,6 +27,7 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.dispatch import Sorted
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 from nnxmoe.runtime.hardware import CPU, Hardware
+from nnxmoe.sharding_rules import training_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Plan:
         program: The compiled step, or `None` if the step was not compiled.
         compiled_for: Platform of ``program``, or an empty string.
         advice: Changes that save memory, with their results. Empty if the step fits.
+        other_rules: The plan with `RULES`, if the plan uses `training_rules` by default.
     """
 
     model: str
@@ -59,6 +61,7 @@ class Plan:
     program: Program | None = None
     compiled_for: str = ""
     advice: tuple[str, ...] = ()
+    other_rules: "Plan | None" = None
 
     @property
     def devices(self) -> int:
@@ -79,6 +82,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether ``memory`` is at most the memory of a device."""
         return self.memory <= self.hardware.memory
+
+    @property
+    def received(self) -> float:
+        """Estimated bytes that one device receives in a step."""
+        return sum(collective.bytes for collective in self.traffic)
 
     @property
     def bubble(self) -> float:
@@ -196,7 +204,7 @@ def plan(
     work.check()
     work = work if strategy is None else work.of(strategy)
     config = config if work.layers is None else first_layers(config, work.layers)
-    step_plan = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
+    step_plan = _with_default_rules(name, config, hardware(on), abstract_mesh(mesh), work)
     if advise and strategy is None:  # `search` passes options that have no effect on some meshes
         refuse_without_effect(step_plan, work)
     if compile_for is not None:
@@ -204,7 +212,7 @@ def plan(
             raise ValueError(f"{unsupported_fields[0]} is not supported with compile_for: omit one of the two")
         step_plan = _compiled(step_plan, strategy, compile_for)
     if advise and not step_plan.fits:
-        step_plan = dataclasses.replace(step_plan, advice=advice.changes(step_plan, _by_arithmetic))
+        step_plan = dataclasses.replace(step_plan, advice=advice.changes(step_plan, _with_default_rules))
     return step_plan
 
 
@@ -226,6 +234,15 @@ def _by_arithmetic(name: str, config: DecoderConfig, device: Hardware, mesh: Any
         bytes_read(step),
         routes(device, shape, work.across),
     )
+
+
+def _with_default_rules(name: str, config: DecoderConfig, device: Hardware, mesh: AnyMesh, work: Work) -> Plan:
+    """Plan with the rules of ``work``. If a training step has the default rules, use `training_rules` as `fit` does."""
+    rules = training_rules(abstract(config), mesh, work.rules) if work.train and not work.lora else work.rules
+    step_plan = _by_arithmetic(name, config, device, mesh, dataclasses.replace(work, rules=rules))
+    if rules == work.rules:
+        return step_plan
+    return dataclasses.replace(step_plan, other_rules=_by_arithmetic(name, config, device, mesh, work))
 
 
 def refuse_without_effect(step_plan: Plan, work: Work) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 from nnxmoe.apps.planning.published import nearest
 from nnxmoe.config.printable import bytes_text
+from nnxmoe.mesh import abstract_mesh
+from nnxmoe.sharding_rules import rule_axes
 
 
 def table(plan: Any) -> str:
     """Format a plan as text: one line per figure with its name, value and source."""
-    work, spec, sizes = plan.work, plan.hardware, plan.bytes
+    work, spec = plan.work, plan.hardware
     axes = axes_text(plan)
     step_text = "training step of" if work.train else "decoding step with one token for each of"
     rows = f"{work.batch} rows {'of' if work.train else 'after'} {work.seq} tokens"
@@ -23,6 +25,17 @@ def table(plan: Any) -> str:
     def line(name: str, value: str, source: str = "") -> None:
         lines.append(f"{name:15} {value:50} {source}".rstrip())
 
+    _memory(plan, line)
+    _time(plan, line)
+    if plan.other_rules is not None:
+        _rules(plan, line)
+    for text in plan.advice:
+        line("change", text)
+    return "\n".join(lines)
+
+
+def _memory(plan: Any, line: Any) -> None:
+    work, spec, sizes = plan.work, plan.hardware, plan.bytes
     for name in ("parameters", "moments", "cache", "inputs"):
         if size := getattr(sizes, name):
             line(name, bytes_text(size), "exact")
@@ -44,6 +57,10 @@ def table(plan: Any) -> str:
     if plan.fits and spec.platform == "gpu" and plan.memory > 0.75 * spec.memory:
         share = min(0.98, math.ceil(100 * plan.memory / spec.memory + 1) / 100)
         line("", f"JAX preallocates 75 % of a GPU by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
+
+
+def _time(plan: Any, line: Any) -> None:
+    work, spec = plan.work, plan.hardware
     for traffic in sorted(plan.traffic, key=lambda traffic: -traffic.bytes)[:6]:
         link = (
             "network" if any(plan.routes[axis].far > 1 for axis in traffic.axes) else plan.routes[traffic.axes[0]].name
@@ -65,9 +82,14 @@ def table(plan: Any) -> str:
         line("range", f"{low:.3g} to {high:.3g} s per step, {peak}", share.why)
         line("", "the upper end assumes no overlap of communication and computation", "an assumption")
         line("nearest", str(nearest(plan.model, spec, plan.config.experts > 0, plan.devices, work.train)), "published")
-    for text in plan.advice:
-        line("change", text)
-    return "\n".join(lines)
+
+
+def _rules(plan: Any, line: Any) -> None:
+    """Compare the chosen rules with the other rules."""
+    for choice, note in ((plan, "chosen"), (plan.other_rules, "not chosen")):
+        axes = " x ".join(rule_axes("embed", abstract_mesh(choice.mesh), choice.work.rules))
+        size = f"{bytes_text(choice.memory)}, {bytes_text(choice.received)} received"
+        line("rules", f"dense kernels over {axes or 'no axis'}: {size}", f"estimated, {note}")
 
 
 def _verdict(plan: Any) -> str:

@@ -36,6 +36,8 @@ class Work:
         rules: Mesh axes that shard each logical axis of the parameters.
         reduce_dtype: Dtype in which gradients of kernels are summed over devices. Defaults to bfloat16, or
             to float32 with a pipeline.
+        rules: Mesh axes that shard each logical axis of the parameters. A training step uses `training_rules` by
+            default.
         remat: Rematerialize activations in the backward pass.
         offload: Offload the inputs of layers to the host, as ``Remat(offload=("layer_input",))`` does.
         buffer_factor: Buffer factor of `RaggedAllToAll`. If `None`, buffers fit all rows of the expert axis.

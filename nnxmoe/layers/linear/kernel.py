@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
+from nnxmoe.layers.linear.staged_gather import gather_first_stage
 
 STACK_AXES = (*LAYER_AXES, "expert")  # logical axes of stacked kernels: each index is a separate linear map
 
@@ -238,7 +239,7 @@ class ParamWeight:
         lead, ins, outs = self.split(self.variable.shape)
         sizes = math.prod(ins), math.prod(outs)
         shape = *lead, *(sizes if self.ins_first else sizes[::-1])
-        return DenseKernel(self.variable[...].reshape(shape), self.ins_first)
+        return DenseKernel(gather_first_stage(self.variable).reshape(shape), self.ins_first)
 
     def move_inputs_first(self) -> None:
         """Transpose the variable in place, so that the input dimensions come first."""

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import axes_of, is_stacked
+from nnxmoe.layers.linear.staged_gather import gather_in_stages
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
 from nnxmoe.moe.balance import Utilization, update_bias, utilization
@@ -144,7 +145,7 @@ class StepDefinition:
         self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
     ) -> tuple[Float[Array, ""], Losses]:
         model = self.merge(params, frozen)
-        with model.reduce_gradients():
+        with model.reduce_gradients(), gather_in_stages(model.mesh, model.strategy.rules):
             return self.objective(model, part, key, count, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:

@@ -15,8 +15,9 @@ from nnxmoe.config.validate import whole_number
 from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.copies import on_mesh
+from nnxmoe.model.copies import on_mesh, with_rules
 from nnxmoe.runtime.interrupts import Interrupted, stopping
+from nnxmoe.sharding_rules import training_rules
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource
@@ -70,6 +71,8 @@ def fit(
         evaluate: Held-out batches. ``eval_loss`` (cross-entropy) is measured at the end, even if an
             earlier run has finished. Pass an `Evaluation` to measure it more often.
         callbacks: Called after each step, see `Callback`.
+        mesh: Mesh to train on. Defaults to the mesh of the model's strategy. If the strategy has the default `RULES`,
+            parameters are sharded by `training_rules`, which need less memory on meshes with several expert shards.
         options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`.
             ``trainable`` defaults to the adapters if the model has any, else to `nnx.Param`.
 
@@ -79,7 +82,7 @@ def fit(
             memory. Memory is checked before compilation.
     """
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
-    model = model if mesh is None else on_mesh(model, mesh)
+    model = _on_training_mesh(model, mesh or model.strategy.mesh)
     step = _step(model, optimizer, options)
     limit = _limit(step, model, data)
     if isinstance(checkpoint, str | os.PathLike):
@@ -93,6 +96,20 @@ def fit(
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)
         return fitted
+
+
+def _on_training_mesh(model: CausalLM, mesh: Mesh | None) -> CausalLM:
+    """Return the model on the mesh, with `training_rules`. A model with adapters keeps its rules.
+
+    Without a new mesh, the arrays are not moved: the state of the step has the new shardings.
+    """
+    if mesh is None:
+        return model
+    has_adapters = bool(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
+    rules = model.strategy.rules if has_adapters else training_rules(model, mesh, model.strategy.rules)
+    if mesh != model.strategy.mesh:
+        return on_mesh(model, mesh, rules)
+    return model if rules == model.strategy.rules else with_rules(model, rules)
 
 
 def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: StepArguments) -> Step:
