@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # imports that type checkers and editors can resolve
     from nnxmoe.moe.capacity import Chunked as Chunked
     from nnxmoe.moe.dispatch import Dense as Dense
     from nnxmoe.moe.dispatch import Sorted as Sorted
+    from nnxmoe.moe.dropless import Dropless as Dropless
     from nnxmoe.moe.expert_parallel import ChunkedExchange as ChunkedExchange
     from nnxmoe.moe.expert_parallel import ExpertParallel as ExpertParallel
     from nnxmoe.moe.expert_parallel import RaggedAllToAll as RaggedAllToAll
@@ -131,6 +132,7 @@ _NAMES = {  # module -> public names that it defines
     "nnxmoe.moe.blocked": "BlockedMatmul",
     "nnxmoe.moe.capacity": "Capacity Chunked",
     "nnxmoe.moe.dispatch": "Dense Sorted",
+    "nnxmoe.moe.dropless": "Dropless",
     "nnxmoe.moe.expert_parallel": "ChunkedExchange ExpertParallel RaggedAllToAll RingOfExperts",
     "nnxmoe.moe.grouped_matmul": "AlignedMatmul MaskedMatmul RaggedDotMatmul",
     "nnxmoe.moe.tokamax": "TokamaxMatmul",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
@@ -45,6 +45,16 @@ class Capacity:
         slots = int(max(math.ceil(length * experts_per_token / num_experts) * self.factor, self.factor))
         return min(max(slots, 1), length)  # an expert receives each token at most once
 
+    def needed_factor(self, routing: Routing, mesh: AnyMesh | None = None) -> Float[Array, ""]:
+        """Return the smallest factor with which this routing drops no assignments."""
+        _, length, experts_per_token = routing.experts.shape
+        return _max_load(routing) / math.ceil(length * experts_per_token / routing.scores.shape[-1])
+
+    def fits(self, routing: Routing, mesh: AnyMesh | None = None) -> Bool[Array, ""]:
+        """Return whether this routing drops no assignments."""
+        _, length, experts_per_token = routing.experts.shape
+        return _max_load(routing) <= self.slots(length, experts_per_token, routing.scores.shape[-1])
+
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
@@ -70,6 +80,12 @@ class Capacity:
         outputs = shard_constraint(outputs, mesh, *by_batch)
         y = einsum_f32("BTEC,EBCD->BTD", combine_weights, outputs)
         return y.astype(x.dtype), dispatch_info(routing, jnp.sum(assignment_mask) - jnp.sum(accepted_mask))
+
+
+def _max_load(routing: Routing) -> Int[Array, ""]:
+    """Return the largest number of assignments of a batch row to an expert."""
+    mask = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=jnp.int32)
+    return jnp.max(jnp.sum(mask, axis=(1, 2)))
 
 
 @dataclasses.dataclass(frozen=True)

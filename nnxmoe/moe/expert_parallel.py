@@ -11,13 +11,14 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorted, dispatch_info, mask_padding
+from nnxmoe.moe.dropless import shard_load
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import clip_to_capacity, permute, unpermute, weighted_sum
 from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
@@ -75,15 +76,28 @@ class ExpertParallel:
         """Whether tokens are processed independently. With a ``buffer_factor``, they compete for the receive buffer."""
         return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "token_independent", False)
 
+    def _row_axes(self, mesh: AnyMesh | None) -> tuple[str, ...]:
+        data_axes = batch_axes(mesh) if self.data_axes is None else self.data_axes
+        return (*(axis for axis in data_axes if axis != self.axis), self.axis)
+
+    def needed_factor(self, routing: Routing, mesh: AnyMesh | None = None) -> Float[Array, ""]:
+        """Return the smallest buffer factor with which this routing drops no assignments."""
+        return jnp.divide(*shard_load(routing, mesh, self._row_axes(mesh)))
+
+    def fits(self, routing: Routing, mesh: AnyMesh | None = None) -> Bool[Array, ""]:
+        """Return whether this routing drops no assignments. Raises ValueError without a ``buffer_factor``."""
+        if not isinstance(self.exchange, BufferedExchange) or self.exchange.buffer_factor is None:
+            raise ValueError(f"Dropless(inner=ExpertParallel(…, {self.exchange})): use RaggedAllToAll(buffer_factor)")
+        load, balanced = shard_load(routing, mesh, self._row_axes(mesh))
+        return load <= max(1, math.ceil(self.exchange.buffer_factor * balanced))
+
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         if mesh is None:
             return self.inner(x, routing, experts)
-        data_axes = batch_axes(mesh) if self.data_axes is None else self.data_axes
-        axes = (*(axis for axis in data_axes if axis != self.axis), self.axis)
-        missing_axes = [axis for axis in axes if axis not in mesh.shape]
-        if missing_axes:
+        axes = self._row_axes(mesh)
+        if missing_axes := [axis for axis in axes if axis not in mesh.shape]:
             raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing_axes[0]!r}")
         size = mesh.shape[self.axis]
         if experts.count % size:

@@ -13,7 +13,19 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
-from nnxmoe import AlignedMatmul, BlockedMatmul, Capacity, Dense, MaskedMatmul, RaggedDotMatmul, Sorted
+from nnxmoe import (
+    AlignedMatmul,
+    BlockedMatmul,
+    Capacity,
+    ChunkedExchange,
+    Dense,
+    Dropless,
+    ExpertParallel,
+    MaskedMatmul,
+    RaggedAllToAll,
+    RaggedDotMatmul,
+    Sorted,
+)
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import kernel as kernels
 from nnxmoe.layers.linear.lora import LoRA
@@ -652,6 +664,60 @@ def test_kept_tokens_are_unaffected_by_drops() -> None:
     kept = expected_drops(np.asarray(info.routing.experts), 5, slots, np.ones((2, 12), bool)).all(axis=-1)
     assert 0 < kept.sum() < kept.size
     assert max_error(y, whole, kept) < PART_TOLERANCE
+
+
+@pytest.mark.parametrize("factor", [0.6, 3.0])
+def test_dropless_uses_its_fallback_if_assignments_would_be_dropped(factor: float) -> None:
+    """The probe finds the smallest factor that drops nothing; outputs and gradients are those of every assignment."""
+    x, dense = inputs(2, 12), make_moe(Dense(), shared=False)
+    capacity, routing = Capacity(factor), dense(x)[1].routing
+    needed = float(capacity.needed_factor(routing))
+    assert 0.6 < needed < 3.0
+    for scale, drops in ((1.001, False), (0.9, True)):
+        assert (int(make_moe(Capacity(scale * needed), shared=False)(x)[1].dispatch.dropped) > 0) == drops
+        assert bool(Capacity(scale * needed).fits(routing)) == (not drops)
+    y, info, grads = run_moe(make_moe(Dropless(capacity, Sorted()), shared=False), x)
+    wanted_y, _, wanted_grads = run_moe(dense, x)
+    assert int(info.dropped) == 0 and max_error(y, wanted_y) < PART_TOLERANCE
+    for ours, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        assert max_error(ours, wanted) < PART_TOLERANCE
+    with pytest.raises(ValueError, match="inner=Sorted"):
+        Dropless(Sorted())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="RaggedAllToAll"):
+        make_moe(Dropless(ExpertParallel(Sorted(), RaggedAllToAll())), shared=False)(x)
+
+
+def test_dropless_exchanges(eight: Callable[..., Any]) -> None:
+    eight(dropless_exchanges)
+
+
+def dropless_exchanges() -> None:
+    """With a receive buffer, on a mesh of two groups of four shards, of which only one group needs the fallback."""
+    mesh, x = nnxmoe.make_mesh(fsdp=2, expert=4), inputs(8, 6)
+
+    def build(dispatch: Any) -> MoE:
+        moe = make_moe(dispatch, BlockedMatmul(), count=8, shared=False)
+        moe.mesh = mesh
+        return moe
+
+    whole, _, wanted_grads = run_moe(build(Sorted()), x)
+    routing = jax.jit(build(Sorted()))(x)[1].routing
+    exchange = ExpertParallel(Sorted(), RaggedAllToAll(1.0))
+    by_group = np.asarray(routing.experts).reshape(2, -1) // 2
+    loads = [[(owners == shard).sum() for shard in range(4)] for owners in by_group]
+    needed = float(exchange.needed_factor(routing, mesh))
+    assert needed == pytest.approx(np.max(loads) / (6 * 2)) and needed > 1
+    low, high = sorted(max(group) for group in loads)
+    assert low < high, "a predicate per group would take different branches"
+    for rows, drops in ((high, False), (high - 1, True)):
+        inner = ExpertParallel(Sorted(), RaggedAllToAll(rows / (6 * 2)))
+        assert bool(inner.fits(routing, mesh)) == (not drops)
+        assert (int(jax.jit(build(inner))(x)[1].dispatch.dropped) > 0) == drops
+    fallback = ExpertParallel(Sorted(), ChunkedExchange(RaggedAllToAll(), 3))
+    y, info, grads = run_moe(build(Dropless(inner, fallback)), x)
+    assert int(info.dropped) == 0 and max_error(y, whole) < PART_TOLERANCE
+    for ours, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        assert max_error(ours, wanted) < PART_TOLERANCE
 
 
 @pytest.mark.slow
