@@ -108,16 +108,16 @@ def test_a_case_states_each_value_once() -> None:
 
 
 def test_tables_of_results() -> None:
-    figures = {"arguments": 2e9, "temporary": 4e9, "received": 3e9, "kernels": 5e9}
+    figures = {"arguments": 2e9, "temporary": 4e9, "received": 3e9, "kernels": 5e9, "lower_cpu": 2.0}
     table = report.compiled_table({"a": {"ours": figures, "theirs": figures | {"temporary": 8e9}}})
     assert table.splitlines()[2:] == [
         "| a | 2.00 / 2.00 = **1.00** | 4.00 / 8.00 = **0.50** | 6.00 / 10.00 = **0.60** | 3.00 / 3.00 = **1.00** "
-        "| 5.00 / 5.00 = **1.00** |"
+        "| 5.00 / 5.00 = **1.00** | 2.0 / 2.0 = **1.00** |"
     ]
-    steps = {"cpu": [9.0, 1.0, 2.0, 3.0], "wall": [9.0, 1.0, 1.0, 1.0], "loss": [9.5, 9.0], "temporary": 4e7}
+    steps = {"cpu": [9.0, 1.0, 2.0, 3.0], "loss": [9.5, 9.0], "temporary": 4e7}
     sides = {"ours": steps, "theirs": {"error": "does not compile"}}
     assert report.steps_table({"b": sides}).splitlines()[2:] == [
-        "| b | 2.00 / - | 1.00 / - | 40 / - | 9.500000 / - | 9.000000 / - |"
+        "| b | 2.00 / - | 40 / - | 9.500000 / - | 9.000000 / - |"
     ]
 
 

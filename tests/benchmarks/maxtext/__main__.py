@@ -64,7 +64,7 @@ def compile_case(case: str, side: str, folder: Path, full: bool) -> dict[str, An
             process.kill()
             process.wait()
         if not any(dump.glob(DUMPED)):
-            return {"error": _tail(log)}
+            return {"error": _error(log)}
     record = json.loads((folder / LOWERED).read_text())
     return record | figures(dump, record["mesh"])
 
@@ -80,7 +80,7 @@ def run_case(case: str, sides: Sequence[str], folder: Path, rounds: int) -> dict
             variables = environment("cpu", CASES[case].devices)
             process = stack.enter_context(_start(side, "steps", case, variables, log, **pipes))
             stack.callback(process.kill)
-            found[side] = _answer(process) or {"error": _tail(log)}
+            found[side] = _answer(process) or {"error": _error(log)}
             if "error" not in found[side]:
                 running[side] = process
         started = time.monotonic()
@@ -100,10 +100,11 @@ def _answer(process: Any) -> dict[str, Any] | None:
     return next((json.loads(line.removeprefix(RESULT)) for line in process.stdout if line.startswith(RESULT)), None)
 
 
-def _tail(log: IO[str]) -> str:
-    """Return the end of the log of a process that failed."""
+def _error(log: IO[str]) -> str:
+    """Return the last error in the log of a process that failed, else its last line."""
     log.seek(0)
-    return log.read().strip()[-500:]
+    lines = log.read().split("\n")
+    return ([line for line in lines if "Error" in line] or lines)[-1]
 
 
 def measure(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
@@ -119,8 +120,8 @@ def measure(options: argparse.Namespace, results: dict[str, Any], save: Callable
                 found = {side: compile_case(name, side, Path(folder, side), options.full) for side in options.sides}
         measured = results[options.command]
         for side, record in found.items():
-            results["versions"][side] = record.pop("versions", {}) | {"date": today, "revision": revision}
-            measured.setdefault(name, {})[side] = record
+            results["versions"][side] = record.pop("versions", {})
+            measured.setdefault(name, {})[side] = {"date": today, "revision": revision} | record
         results[options.command] = {name: measured[name] for name in CASES if name in measured}
         save()
 

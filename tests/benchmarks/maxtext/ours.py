@@ -30,10 +30,15 @@ def mesh_of(case: Case, devices: Any = None) -> Mesh:
 
 
 def strategy(case: Case, mesh: Any, platform: str) -> nnxmoe.Strategy:
-    """Return the platform's strategy with scanned layers and the dispatch of the case."""
-    remat = nnxmoe.Remat() if case.remat else None
-    choices: dict[str, Any] = {"dispatch": case.dispatch, "stacking": nnxmoe.Scanned(), "remat": remat, "mesh": mesh}
-    return dataclasses.replace(nnxmoe.Strategy.auto(platform), **choices)
+    """Return the platform's strategy with scanned layers, the dispatch of the case and the rules of `train.fit`."""
+    return dataclasses.replace(
+        nnxmoe.Strategy.auto(platform),
+        dispatch=case.dispatch,
+        stacking=nnxmoe.Scanned(),
+        remat=nnxmoe.Remat() if case.remat else None,
+        mesh=mesh,
+        rules=nnxmoe.TRAINING_RULES,
+    )
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -54,6 +59,7 @@ def prepare(case: Case) -> tuple[worker.Lower, Mesh]:
     """Prepare the step for the TPU slice."""
     mesh = mesh_of(case, tpu_slice(TOPOLOGY))
     step, batch = abstract_step(case, mesh, "tpu")
+    step.shapes()  # traced once per step; MaxText's side traces its state before lowering, too
     return lambda: step.lower(batch), mesh
 
 

@@ -1,13 +1,13 @@
 """Tables of results in Markdown: ours / MaxText = ratio."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Result = Mapping[str, Any]
 GB, MB = 1e9, 1e6
-COMPILED = ["step, GB per device", "arguments", "temporary", "sum", "received", "experts' kernels, HBM traffic"]
-STEPS = ["step", "CPU seconds", "wall seconds", "temporary, MB", "first loss", "last loss"]
+COMPILED = ["step, GB per device", "arguments", "temporary", "sum", "received", "experts' kernels", "lowering, CPU s"]
+STEPS = ["step", "CPU seconds", "temporary, MB", "first loss", "last loss"]
 
 
 def compiled_table(results: Mapping[str, Mapping[str, Result]]) -> str:
@@ -17,6 +17,7 @@ def compiled_table(results: Mapping[str, Mapping[str, Result]]) -> str:
         cells = [_ratio(sides, lambda one, name=name: one[name] / GB) for name in ("arguments", "temporary")]
         cells.append(_ratio(sides, lambda one: (one["arguments"] + one["temporary"]) / GB))
         cells += [_ratio(sides, lambda one, name=name: one[name] / GB) for name in ("received", "kernels")]
+        cells.append(_ratio(sides, lambda one: one["lower_cpu"], ".1f"))
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -25,8 +26,10 @@ def steps_table(results: Mapping[str, Mapping[str, Result]]) -> str:
     """Return the table of steps on CPUs: case -> side -> figures."""
     lines = _header(STEPS)
     for case, sides in results.items():
-        cells = [_ratio(sides, lambda one, name=name: _median(one, name)) for name in ("cpu", "wall")]
-        cells.append(_ratio(sides, lambda one: one["temporary"] / MB, ".0f"))
+        cells = [
+            _ratio(sides, lambda one: _median(one["cpu"])),
+            _ratio(sides, lambda one: one["temporary"] / MB, ".0f"),
+        ]
         cells += [" / ".join(_loss(sides.get(side, {}), i) for side in ("ours", "theirs")) for i in (0, -1)]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -47,9 +50,8 @@ def _figure(result: Result | None, figure: Callable[[Result], float]) -> float |
     return None if result is None or "error" in result else figure(result)
 
 
-def _median(result: Result, name: str) -> float:
-    """Return the median over all steps but the first, unless there is only one."""
-    values = result[name]
+def _median(values: Sequence[float]) -> float:
+    """Return the median of all values but the first, unless there is only one."""
     return statistics.median(values[1:] or values)
 
 
