@@ -7,6 +7,7 @@ from nnxmoe.apps.planning.planned_step import STATE, VALUES, ParamSize, PlannedS
 from nnxmoe.axes import CONTEXT
 from nnxmoe.model.pipeline import AXIS, stages_of
 from nnxmoe.moe.expert_parallel import buffer_size
+from nnxmoe.runtime.hardware import TPU
 from nnxmoe.sharding_rules import shard_count
 
 
@@ -59,8 +60,8 @@ class Bytes:
         return self.arguments + self.gradients + self.activations
 
 
-def bytes_of(step: PlannedStep) -> Bytes:
-    """Compute the bytes of a step on one device."""
+def bytes_of(step: PlannedStep, platform: str) -> Bytes:
+    """Compute the bytes of a step on one device of a platform, such as "tpu"."""
     work, rows = step.work, step.rows
     num_trained = sum(step.held(param) for param in step.parts if param.trained)
     frozen_bytes = sum(step.held(param) * param.itemsize for param in step.parts if not param.trained)
@@ -72,7 +73,7 @@ def bytes_of(step: PlannedStep) -> Bytes:
     frozen_bytes += stored_bytes if work.lora else 0
     tokens = rows * step.tokens_per_row * 4
     # 16 bytes: the step number, the optimizer's step number and a random key of two words.
-    return Bytes(state + frozen_bytes, 2 * state, state, 0, tokens + 16, _temporary(step))
+    return Bytes(state + frozen_bytes, 2 * state, state, 0, tokens + 16, _temporary(step, platform == TPU))
 
 
 def bytes_read(step: PlannedStep) -> float:
@@ -101,20 +102,23 @@ def _cache_bytes(step: PlannedStep) -> int:
 
 # These constants are fitted to the temporary memory of compiled training steps. For other models, the estimate may be
 # off by 20 %. Estimated memory, with XLA's figure in parentheses:
-# - H100, expert exchange, including gradients: 35 GB (30 GB) for Mixtral-8x22B on 64 devices, 49 GB (49 GB) for
-#   DeepSeek-V3 with a buffer factor of 1.25 on 256 devices.
+# - H100, expert exchange, including gradients: 32 GB (35 GB) for Mixtral-8x22B on 64 devices, 51 GB (50 GB) for
+#   DeepSeek-V3 in two chunks on 256 devices.
+# - v5p, expert exchange, including gradients: 22 GB (23 GB) for Mixtral-8x22B on 64 devices. On 256 devices, 45 GB
+#   (40 GB) for DeepSeek-V3, and 31 GB (33 GB) with a buffer factor of 1.25.
 # - v6e, offload, no exchange: 16 GB (19 GB) for Llama-3.1-8B on 8 devices, 35 GB (32 GB) for Llama-3.1-70B on 256
 #   devices, 24 GB (23 GB) for Mixtral-8x7B on 256 devices.
-_KERNEL_BYTES_EXCHANGE = 16  # bytes per element of one layer's gathered kernels, including their gradients
+_KERNEL_BYTES_EXCHANGE, _KERNEL_BYTES_EXCHANGE_TPU = 16, 2.5  # per element of one layer's kernels and gradients
 _KERNEL_BYTES = 6
 _KERNEL_BYTES_FROZEN = 4  # LoRA: kernels have no gradients
-_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # live arrays per input or output feature; the second is for experts
+_LIVE_EXCHANGE = 4  # live arrays per input or output feature, except for experts
+_LIVE_ROUTED_EXCHANGE, _LIVE_ROUTED_CHUNKS, _LIVE_ROUTED_EXCHANGE_TPU = 2.5, 0.8, 1.1  # the same for experts
 _LIVE, _LIVE_ROUTED = 3, 1.2
 _SLOTS = 4  # additional microbatch buffers of a pipeline stage, for receiving, computing and sending
 _LOGITS = 3 * 4  # bytes per logit: the loss holds three float32 arrays per chunk of logits
 
 
-def _temporary(step: PlannedStep) -> int:
+def _temporary(step: PlannedStep, is_tpu: bool) -> int:
     """Estimate the temporary bytes of a training step without the gradients.
 
     The estimate includes the inputs of all layers, the gathered kernels and activations of one layer with
@@ -137,10 +141,10 @@ def _temporary(step: PlannedStep) -> int:
         runs.append(_LayerRun.of(step, True, tokens // microbatches_per_stage, num_staged_layers // stages * turns))
         slots = tokens // microbatches_per_stage * width * (microbatches_per_stage + _SLOTS)
     inputs = sum(run.tokens * width * (2 if work.offload else run.times) for run in runs)
-    kernel_bytes = _KERNEL_BYTES_EXCHANGE if has_exchange else _KERNEL_BYTES
-    kernel_bytes = _KERNEL_BYTES_FROZEN if work.lora else kernel_bytes
+    kernel_bytes = (_KERNEL_BYTES_EXCHANGE_TPU if is_tpu else _KERNEL_BYTES_EXCHANGE) if has_exchange else _KERNEL_BYTES
+    kernel_bytes = min(kernel_bytes, _KERNEL_BYTES_FROZEN) if work.lora else kernel_bytes
     kernels = kernel_bytes * max(sum(map(step.gathered, run.kernels)) for run in runs)
-    activations = [_activation_bytes(step, run) for run in runs]
+    activations = [_activation_bytes(step, run, is_tpu) for run in runs]
     if work.remat:
         layer = kernels + max(activations)
     else:
@@ -182,7 +186,7 @@ class _LayerRun(NamedTuple):
         )
 
 
-def _activation_bytes(step: PlannedStep, run: _LayerRun) -> float:
+def _activation_bytes(step: PlannedStep, run: _LayerRun, is_tpu: bool) -> float:
     """Estimate the bytes of the inputs and outputs of a layer's linear maps, with their gradients."""
     routed_width = sum(param.width for param in run.kernels if param.experts)
     attention_width = sum(param.width for param in run.kernels if ".attention." in param.key)
@@ -194,9 +198,9 @@ def _activation_bytes(step: PlannedStep, run: _LayerRun) -> float:
         chunk = -(-tokens // step.chunks)
         rows = buffer_size(step.work.buffer_factor, chunk, experts_per_token, size, experts // size)
     if size > 1:
-        elements = (
-            _LIVE_EXCHANGE * tokens * (attention_width + other_width) + _LIVE_ROUTED_EXCHANGE * rows * routed_width
-        )
+        live_routed = _LIVE_ROUTED_EXCHANGE if step.chunks == 1 else _LIVE_ROUTED_CHUNKS
+        live_routed = _LIVE_ROUTED_EXCHANGE_TPU if is_tpu else live_routed
+        elements = _LIVE_EXCHANGE * tokens * (attention_width + other_width) + live_routed * rows * routed_width
     else:
         elements = max(
             _LIVE * tokens * attention_width, _LIVE * tokens * other_width + _LIVE_ROUTED * rows * routed_width

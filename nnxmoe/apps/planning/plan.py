@@ -228,7 +228,7 @@ def _by_arithmetic(name: str, config: DecoderConfig, device: Hardware, mesh: Any
         device,
         shape,
         dataclasses.replace(work, chunks=step.chunks),
-        bytes_of(step),
+        bytes_of(step, device.platform),
         operations(step),
         tuple(traffic(step)),
         bytes_read(step),
