@@ -141,23 +141,28 @@ def _tpu_modules() -> tuple[Any, Any] | None:
 
 
 def _tpu_kernel() -> Callable[..., Array] | None:
-    """Return tokamax's TPU kernel with tile sizes by shape, also in gradients, or ``None`` if it is not available.
+    """Return tokamax's TPU kernel with tile sizes by shape, also in gradients, or ``None`` if it is not available."""
+    modules = _tpu_modules()
+    device = jax.extend.backend.get_default_device()
+    if modules is None or device.platform != "tpu":
+        return None
+    generation = importlib.import_module("jax.experimental.pallas.tpu").get_tpu_info().generation
+    return _kernel_with_tiles(*modules, device.device_kind, generation)
+
+
+@functools.cache  # JAX traces products with equal shapes once only if the function is the same object
+def _kernel_with_tiles(base: Any, tpu: Any, device_kind: str, generation: int) -> Callable[..., Array]:
+    """Return tokamax's TPU kernel with tile sizes by shape.
 
     Tile sizes come from tokamax's autotuning cache on disk, else from `tile_sizes`. For quantized kernels and other
     generations, they come from tokamax's heuristics. The cache is read directly, because tokamax's lookup logs a
     warning for every shape that the cache does not contain. Autotuning results that are set as a context are ignored.
     """
-    modules = _tpu_modules()
-    device = jax.extend.backend.get_default_device()
-    if modules is None or device.platform != "tpu":
-        return None
-    base, tpu = modules
-    generation = importlib.import_module("jax.experimental.pallas.tpu").get_tpu_info().generation
 
     def run(rows: Array, weights: Any, **options: Any) -> Array:
-        kernel = tpu.PallasMosaicTpuRaggedDot(vjp=functools.partial(base.vjp, dlhs_ragged_dot=run, drhs_ragged_dot=run))
+        kernel = tpu.PallasMosaicTpuRaggedDot(vjp=vjp)
         call = kernel.bind(rows, weights, **{name: options[name] for name in options if name != "manual_axis_type"})
-        if tuned := kernel.get_autotuning_cache(device.device_kind).get(call.autotuning_cache_key):
+        if tuned := kernel.get_autotuning_cache(device_kind).get(call.autotuning_cache_key):
             config = tuned.fastest_config
         else:
             config = call.heuristics_config
@@ -169,6 +174,7 @@ def _tpu_kernel() -> Callable[..., Array] | None:
                 config = dataclasses.replace(config, **tiles)
         return kernel.replace(config=config)(rows, weights, **options)
 
+    vjp = functools.partial(base.vjp, dlhs_ragged_dot=run, drhs_ragged_dot=run)
     return run
 
 
