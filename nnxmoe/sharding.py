@@ -13,21 +13,21 @@ from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh
 from nnxmoe.sharding_rules import Rules, shard_count
 
 _logger = logging.getLogger("nnxmoe")
-_reduce_dtype = jax.make_user_context(None)  # part of the keys of JAX's trace caches
+_reduce_dtype = jax.make_user_context(None)  # JAX includes user contexts in the keys of its trace caches
 
 
 def reduce_gradients_in(dtype: Any, mesh: AnyMesh | None) -> AbstractContextManager[None]:
-    """Return a context in which the kernels' gradients are summed over the devices of ``mesh`` in ``dtype``.
+    """Return a context in which kernel gradients are summed over the devices of ``mesh`` in ``dtype``.
 
-    The context applies to differentiable functions that are called inside it. Without several devices along the token
-    axes, nothing is summed, and the context does not change the gradients.
+    The context applies to differentiable functions that are called inside it. With a single device along the token
+    axes, nothing is summed and the context has no effect.
     """
     token_axes = [] if mesh is None else [axis for axis in TOKEN_AXES if axis in mesh.shape]
     return _reduce_dtype(jnp.dtype(dtype) if shard_count(mesh, token_axes) > 1 else None)
 
 
 def reduction_dtype(dtype: Any, rows_dtype: Any) -> Any:
-    """Return the dtype in which a kernel's gradient is summed over devices; see `reduce_gradients_in`.
+    """Return the dtype in which a kernel's gradient is summed over devices. See `reduce_gradients_in`.
 
     Args:
         dtype: Dtype of the gradient on one device. The result is not wider.

@@ -37,8 +37,8 @@ RULES: Rules = FrozenDict(
         "gate_up": None,  # Gate and up projections with a shared LoRA adapter.
     }
 )
-# A training step gathers each kernel anyway, so kernels that are also sharded over `expert` need less memory for nearly
-# the same traffic, at most 1.2 times. In decoding, every token would wait for these gathers.
+# A training step gathers each kernel anyway. Sharding over `expert` as well saves memory at nearly the same traffic (at
+# most 1.2 times). In decoding, every token would wait for these gathers.
 TRAINING_RULES: Rules = FrozenDict(
     {**RULES, **dict.fromkeys(("embed", "q_rank", "kv_rank"), ("fsdp", CONTEXT, "expert"))}
 )
@@ -172,10 +172,10 @@ def training_rules(model: nnx.Module, mesh: AnyMesh, rules: Rules = RULES) -> Ru
         rules: Rules of the model's strategy.
 
     Returns:
-        `TRAINING_RULES` without rules that would not divide a parameter, if ``rules`` is the object `RULES` and the
-        mesh has several devices along ``expert``, and along ``fsdp`` or ``context``. Without the latter, kernels would
-        have to be gathered that are not gathered otherwise. In all other cases ``rules``, also for a copy such as
-        ``{**RULES}``.
+        `TRAINING_RULES`, if ``rules`` is the object `RULES` (not a copy such as ``{**RULES}``) and the mesh has several
+        devices along ``expert``, and along ``fsdp`` or ``context``. Rules of `TRAINING_RULES` that do not divide a
+        parameter are left out. In all other cases, ``rules`` is returned. Without several devices along ``fsdp`` or
+        ``context``, `TRAINING_RULES` would gather kernels that `RULES` does not gather.
     """
     if rules is not RULES or not rule_axes("expert", mesh, rules) or not rule_axes("embed", mesh, rules):
         return rules

@@ -99,7 +99,7 @@ plt.show()
 # - `fsdp=8, expert=32` lets tokens cross nodes, so that fewer weights must.
 
 # %%
-rules = {**nnxmoe.RULES}  # dense kernels over fsdp; by default, over fsdp and expert, the last change of this notebook
+rules = {**nnxmoe.RULES}  # dense kernels over fsdp only; the default (fsdp and expert) is the last change below
 work = {"batch": 256, "seq": 4096, "on": "h100", "rules": rules}
 meshes = {"fsdp": 256}, {"fsdp": 32, "expert": 8}, {"fsdp": 8, "expert": 32}
 plans = {name(plan): plan for plan in (nnxmoe.plan("deepseek-v3", mesh, **work) for mesh in meshes)}

@@ -1,4 +1,4 @@
-"""The comparison with MaxText: cases, figures of a program, tables and messages. MaxText is not needed."""
+"""The comparison with MaxText: cases, figures of a program, tables and messages. The tests do not need MaxText."""
 
 import functools
 import importlib.util
@@ -44,7 +44,7 @@ allocation 4: size 600, color 1, page 4096, preallocated-temp:
 
 
 def moved_bytes() -> tuple[float, dict[str, list[int]]]:
-    """Bytes that a device receives in a program with three collectives over four of eight devices."""
+    """Return the bytes that a device receives in a program with three collectives over four of eight devices."""
     mesh = nnxmoe.make_mesh(fsdp=2, expert=4)
 
     def body(x: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def moved_bytes() -> tuple[float, dict[str, list[int]]]:
 
 
 def test_received_bytes_of_a_compiled_program(eight: Callable[..., Any]) -> None:
-    """In a ring of four, three quarters of the whole arrive, twice for a sum."""
+    """In a ring of four, a device receives three quarters of the array, and twice as much for an all-reduce."""
     received, found = eight(moved_bytes)
     assert found == {"all-gather": [1, 2048], "all-reduce": [1, 512], "reduce-scatter": [1, 2048]}
     assert received == 0.75 * (2048 + 2 * 512 + 2048)
@@ -68,7 +68,7 @@ def test_received_bytes_of_a_compiled_program(eight: Callable[..., Any]) -> None
 
 
 def test_figures_of_a_dumped_program(tmp_path: Path) -> None:
-    """Kernels of experts count with their loops, kernels of attention do not. Memories with a color are not HBM."""
+    """Expert kernels count once per loop iteration. Attention kernels do not count. HBM buffers have no color."""
     name = "module_0000.jit_step.after_optimizations"
     (tmp_path / f"{name}.txt").write_text(KERNELS)
     (tmp_path / f"{name}-buffer-assignment.txt").write_text(ASSIGNMENT)
@@ -78,7 +78,7 @@ def test_figures_of_a_dumped_program(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_models_of_compiled_cases(name: str) -> None:
-    """The mesh divides the model, which has no values. Both sides have the same mesh and batch."""
+    """The mesh divides the abstract model. Both sides have the same mesh and batch."""
     case = COMPILED[name]
     model = model_class(case.config)(case.config, ours.strategy(case, None, "cpu"), rngs=None)
     check_mesh(model, abstract_mesh(case.mesh), model.strategy.rules)
@@ -88,7 +88,7 @@ def test_models_of_compiled_cases(name: str) -> None:
 
 
 def lowered_step(name: str) -> str:
-    """Text of a step's lowered program."""
+    """Return the text of a step's lowered program."""
     case = STEPS[name]
     step, batch = ours.abstract_step(case, ours.mesh_of(case), "cpu")
     return step.lower(batch).as_text()
@@ -101,7 +101,7 @@ def test_steps_on_eight_devices_lower(name: str, eight: Callable[..., Any]) -> N
 
 
 def test_a_case_states_each_value_once() -> None:
-    """Fields that are replaced are flags of MaxText."""
+    """Replaced config fields are passed to MaxText as flags."""
     flags = STEPS["Llama, one device, no remat, float32"].maxtext_flags
     assert {"base_mlp_dim=1408", "base_emb_dim=512", "remat_policy=none", "matmul_precision=highest"} <= set(flags)
     assert STEPS["Llama, one device, no remat, float32"].config.rope_scaling is None

@@ -5,7 +5,6 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import jax
@@ -379,15 +378,11 @@ class CausalLM(nnx.Module):
         )
         context = dataclasses.replace(context, request=request)
         depths = [stack.depth for stack in self.stacks]
-        with self.reduce_gradients():
+        with reduce_gradients_in(self.reduce_dtype or self.dtype, self.mesh):
             out = run_stacks(self.stacks, depths, embeddings, context, caches)
         head_input, hidden, mtp_hidden = self._finish(embeddings, out.x, out.hidden, shared_cache, request)
         cache = None if shared_cache is None else dataclasses.replace(shared_cache, layers=out.cache)
         return Body(head_input, cache, out.infos, hidden, mtp_hidden)
-
-    def reduce_gradients(self) -> AbstractContextManager[None]:
-        """Return the context in which kernels' gradients are summed over devices in the strategy's ``reduce_dtype``."""
-        return reduce_gradients_in(self.reduce_dtype or self.dtype, self.mesh)
 
     def _embed_inputs(
         self,

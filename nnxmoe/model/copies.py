@@ -19,7 +19,7 @@ from nnxmoe.sharding_rules import Rules, check_mesh
 
 
 def on_mesh(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> CausalLM:
-    """Copy a model with its arrays sharded over a mesh. ``rules`` default to the rules of the model's strategy.
+    """Copy a model with its arrays sharded over a mesh. ``rules`` defaults to the rules of the model's strategy.
 
     Raises:
         ValueError: The model is abstract, or its parameters, attention or pipeline stages do not fit the mesh.
@@ -40,7 +40,7 @@ def on_mesh(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> CausalLM
 
 
 def with_rules(model: CausalLM, rules: Rules) -> CausalLM:
-    """Return a copy of a model with other sharding rules. The copy has the same arrays, which are not moved."""
+    """Return a copy of a model with different sharding rules. The copy shares the arrays, which are not resharded."""
     return _bind(nnx.merge(*nnx.split(model)), dataclasses.replace(model.strategy, rules=rules))
 
 

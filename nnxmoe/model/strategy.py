@@ -120,12 +120,12 @@ class Strategy(KnownFields):
         remat: Which activations the backward pass recomputes. If None, it recomputes none.
         cache: Format of the layers' caches (`Int8Cache`). If None, caches have the activations' dtype.
         compute_dtype: Dtype of the activations. Defaults to the dtype of the model's parameters.
-        reduce_dtype: Dtype in which gradients of kernels are summed over the devices of a mesh. Defaults to the dtype
-            of the activations, and is never narrower. In bfloat16, the sums need half the traffic of ``"float32"``.
-            Gradients are accumulated in float32 over the tokens of a device and over microbatches. With a ``pipeline``,
-            the sums are always float32.
+        reduce_dtype: Dtype in which kernel gradients are summed over the devices of a mesh. Defaults to the dtype of
+            the activations. Sums are never narrower than the activations. Sums in bfloat16 need half the traffic of
+            sums in ``"float32"``. Over the tokens of a device and over microbatches, gradients are accumulated in
+            float32. With a ``pipeline``, all sums are float32.
         mesh: Mesh over which parameters and tokens are sharded by ``rules``. ``from_pretrained(mesh=…)`` sets it.
-        rules: Mesh axes of each logical axis. `nnxmoe.train.fit` replaces the default by `training_rules`.
+        rules: Mesh axes of each logical axis. `nnxmoe.train.fit` replaces the default with `training_rules`.
         pipeline: A `Pipeline` that splits the layers over the mesh axis ``pipe``. If None, layers are not split.
     """
 
@@ -174,7 +174,7 @@ class Strategy(KnownFields):
                 "with axis_types=(jax.sharding.AxisType.Auto, …)"
             )
         check_rules("Strategy", self.rules)
-        if self.rules is not RULES:  # `training_rules` replaces the default rules only
+        if self.rules is not RULES:  # a copy of `RULES` would not count as the default in `training_rules`
             object.__setattr__(self, "rules", FrozenDict(self.rules))
 
     def _check_pipeline(self, pipeline: Any) -> None:

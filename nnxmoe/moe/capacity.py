@@ -46,9 +46,10 @@ class Capacity:
         return min(max(slots, 1), length)  # an expert receives each token at most once
 
     def needed_factor(self, routing: Routing, mesh: AnyMesh | None = None) -> Float[Array, ""]:
-        """Return the smallest factor with which this routing drops no assignments."""
+        """Return the smallest factor at which this routing drops no assignments, rounded up."""
         _, length, experts_per_token = routing.experts.shape
-        return _max_load(routing) / math.ceil(length * experts_per_token / routing.scores.shape[-1])
+        balanced_load = math.ceil(length * experts_per_token / routing.scores.shape[-1])
+        return jnp.nextafter(_max_load(routing) / balanced_load, jnp.inf)
 
     def fits(self, routing: Routing, mesh: AnyMesh | None = None) -> Bool[Array, ""]:
         """Return whether this routing drops no assignments."""
@@ -83,7 +84,7 @@ class Capacity:
 
 
 def _max_load(routing: Routing) -> Int[Array, ""]:
-    """Return the largest number of assignments of a batch row to an expert."""
+    """Return the largest number of assignments from one batch row to one expert."""
     mask = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=jnp.int32)
     return jnp.max(jnp.sum(mask, axis=(1, 2)))
 

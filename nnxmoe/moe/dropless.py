@@ -1,4 +1,4 @@
-"""Dispatch without drops: a fallback for layers whose assignments exceed the buffers of a dispatch."""
+"""Dropless dispatch: a fallback for layers whose assignments exceed the buffers of another dispatch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class BufferedDispatch(Dispatch, Protocol):
     """Dispatch that drops assignments if its buffers are too small for the routing."""
 
     def needed_factor(self, routing: Routing, mesh: AnyMesh | None = None) -> Float[Array, ""]:
-        """Return the smallest capacity or buffer factor with which this routing drops no assignments."""
+        """Return the smallest capacity or buffer factor at which this routing drops no assignments."""
         ...
 
     def fits(self, routing: Routing, mesh: AnyMesh | None = None) -> Bool[Array, ""]:
@@ -33,7 +33,7 @@ class BufferedDispatch(Dispatch, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Dropless:
-    """Dispatch that uses ``inner`` if its buffers fit all assignments of the batch, and ``fallback`` otherwise.
+    """Dispatch that uses ``inner`` if all assignments of the batch fit into its buffers, and ``fallback`` otherwise.
 
     The choice is made per layer and step, and is the same on all devices. Only the chosen dispatch is computed, but XLA
     reserves memory for both. Use a fallback with bounded buffers, such as
@@ -64,31 +64,33 @@ class Dropless:
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         def run(dispatch: Dispatch) -> tuple[Array, DispatchInfo]:
             y, info = dispatch(x, routing, experts, mesh)
-            return y, dispatch_info(routing, info.dropped)  # `dropped_by_shard` of equal shape in both branches
+            # `dropped_by_shard` must have the same shape in both branches of `cond`.
+            return y, dispatch_info(routing, info.dropped)
 
-        # Without the checkpoint, the backward pass would keep room for the fallback's activations in every layer.
+        # Without `jax.checkpoint`, every layer would reserve memory for the fallback's activations.
         fallback = jax.checkpoint(lambda: run(self.fallback))
         return jax.lax.cond(self.inner.fits(routing, mesh), lambda: run(self.inner), fallback)
 
 
 def shard_load(routing: Routing, mesh: AnyMesh | None, row_axes: Sequence[str]) -> tuple[Int[Array, ""], int]:
-    """Compute the load of an exchange.
+    """Compute the largest and the balanced load of an expert shard in an exchange.
 
     Args:
         routing: Routing of all tokens.
         mesh: Device mesh.
-        row_axes: Mesh axes that shard the batch. Devices along the last axis exchange rows. It shards the experts.
+        row_axes: Mesh axes that shard the batch. The last axis also shards the experts. Devices along the last axis
+            exchange rows.
 
     Returns:
-        The largest number of assignments that a shard of the experts receives, over all groups of devices that exchange
-        rows, and the number for balanced routing.
+        The largest number of assignments that any expert shard receives in any group of devices that exchange rows, and
+        the number of assignments per expert shard if the routing is balanced.
     """
     if mesh is None or mesh.shape[row_axes[-1]] == 1:  # no exchange
         return jnp.zeros((), jnp.int32), 1
     batch, length, _ = routing.experts.shape
     shards, groups = mesh.shape[row_axes[-1]], shard_count(mesh, row_axes[:-1])
     token_shards = shard_count(mesh, context_shard_axes(length, mesh))
-    # Padding has the id E, so its owner is out of range and not counted.
+    # Padding has the expert id E. Its owner is out of range, so `one_hot` does not count it.
     owners = mask_padding(routing).ids // (routing.scores.shape[-1] // shards)
     counts = jnp.sum(jax.nn.one_hot(owners, shards, dtype=jnp.int32), axis=2)
     loads = jnp.sum(counts.reshape(groups, batch // groups, token_shards, -1, shards), axis=(1, 3))

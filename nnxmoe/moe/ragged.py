@@ -11,7 +11,7 @@ from nnxmoe.moe.permute import take_or_zero
 
 
 class TransferPlan(NamedTuple):
-    """L row ranges that one shard sends to, or receives from, each of the S shards of an axis.
+    """Row ranges that one shard sends to, or receives from, the S shards of an axis, with L ranges per shard.
 
     Attributes:
         offsets: First row in this shard's array.
@@ -67,7 +67,7 @@ def _exchange(rows: Any, send: TransferPlan, receive: TransferPlan, buffer_size:
         blocks = take_or_zero(rows, _row_indices(send, max_rows, rows.shape[0]))
         blocks = jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0).reshape(-1, rows.shape[1])
         buffer_rows = _row_indices(receive, max_rows, buffer_size).reshape(-1)
-        count = buffer_rows.size
+        count = buffer_rows.size  # the index of unused rows of the buffer
         block_rows = jnp.full(buffer_size, count).at[buffer_rows].set(jnp.arange(count), mode="drop")
         return take_or_zero(blocks, block_rows)
 
@@ -75,13 +75,13 @@ def _exchange(rows: Any, send: TransferPlan, receive: TransferPlan, buffer_size:
 
 
 def _row_indices(plan: TransferPlan, max_rows: int, out_of_range: int) -> Int[Array, "S max_rows"]:
-    """Return the indices of the rows of each remote shard's ranges, padded with ``out_of_range``."""
+    """Return the indices of this shard's rows in the ranges of each remote shard, padded with ``out_of_range``."""
     ends = jnp.cumsum(plan.sizes, axis=1)
     position = jnp.arange(max_rows)
 
     def shard_indices(offsets: Array, sizes: Array, ends: Array) -> Array:
-        part = jnp.searchsorted(ends, position, side="right")  # the range of each row
-        shift = (offsets - (ends - sizes)).at[part].get(mode="fill", fill_value=0)
+        range_index = jnp.searchsorted(ends, position, side="right")  # index of the range that contains the row
+        shift = (offsets - (ends - sizes)).at[range_index].get(mode="fill", fill_value=0)
         return jnp.where(position < ends[-1], position + shift, out_of_range)
 
     return jax.vmap(shard_indices)(plan.offsets, plan.sizes, ends)

@@ -40,7 +40,7 @@ def shard_map_dispatch(
     Experts remain sharded over ``expert_axis``. The hidden width remains sharded over mesh axes that do not shard
     tokens. The partial outputs of devices along these axes are summed. A parameter with the metadata ``added_once`` is
     used by only one of these devices. All other kernel dimensions are all-gathered in the dtype of ``x``. Gradients are
-    summed over devices in the dtype of `reduce_gradients_in`, and over the rows of a device in the kernel's dtype.
+    summed over devices in the dtype set by `reduce_gradients_in`, and over the rows of a device in the kernel's dtype.
 
     Args:
         body: Function to run per shard. Returns the outputs and the number of dropped assignments.
@@ -68,7 +68,7 @@ def shard_map_dispatch(
             gather_axes = tuple(axis for axis in dim_axes if axis not in local_axes.get(name, ()))
             if gather_axes:
                 value = _all_gather(value, gather_axes, dim, x.dtype if is_kernel(variable) else value.dtype)
-        value = value.astype(variable.dtype)
+        value = value.astype(variable.dtype)  # gradients are summed on a device in this dtype
         if sum_axes and variable.get_metadata().get("added_once"):
             return jnp.where(jax.lax.axis_index(sum_axes) == 0, value, 0)
         return value
@@ -89,7 +89,7 @@ def shard_map_dispatch(
 
 
 def _to_reduction_dtype(variable: nnx.Variable, rows_dtype: Any) -> Array:
-    """Return the value. A kernel is cast to the dtype in which its gradients are summed over devices."""
+    """Return the variable's value. Kernels are cast to the dtype in which their gradients are summed over devices."""
     value = variable.get_value()
     return value.astype(reduction_dtype(value.dtype, rows_dtype)) if is_kernel(variable) else value
 

@@ -93,12 +93,12 @@ class TokamaxMatmul:
 
 
 def _zero_unused_outputs(out: Float[Array, "R _"], sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
-    """Zero the rows beyond ``sum(sizes)``. The gradient is not masked, since tokamax's kernels ignore these rows."""
+    """Zero the rows beyond ``sum(sizes)``. Their gradient is not zeroed, because tokamax's kernels ignore it."""
     return multilinear(zero_unused_rows, {0: lambda sizes, d_out: d_out})(out, sizes)
 
 
 def _zero_unused_gradients(rows: Float[Array, "R _"], sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
-    """Return the rows. The backward pass zeros the gradients of the rows beyond ``sum(sizes)``."""
+    """Return the rows unchanged. The backward pass zeros the gradients of the rows beyond ``sum(sizes)``."""
     transposes = {0: lambda sizes, d_rows: zero_unused_rows(d_rows, sizes)}
     return multilinear(lambda rows, sizes: rows, transposes)(rows, sizes)
 

@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import time
+import types
 import unittest.mock
 from collections import Counter
 from collections.abc import Callable
@@ -47,7 +48,7 @@ from tests.benchmarks.plans import plan_of, published_table
 from tests.support.tiny import TINY
 
 WIDE = {**RULES, "embed": ("fsdp", "expert")}
-NARROW = {**RULES}  # a copy: for a training step, `plan` replaces only the default
+NARROW = {**RULES}  # a copy, because `plan` replaces the object `RULES` in training steps
 MESHES = (
     {"data": 8},
     {"fsdp": 8},
@@ -213,8 +214,8 @@ def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bo
 
 
 # Compiled by XLA for devices of these kinds: model, mesh, hardware, rows, options -> arguments, bytes in all (GB).
-# On H100 by jax 0.10.2 with cuDNN, on v5p by jax 0.12.0; those with `tensor`, 16 chunks or `pipe` by an older version.
-DEFAULT: dict[str, Any] = {"rules": RULES}  # `training_rules`
+# H100: jax 0.10.2 with cuDNN. v5p: jax 0.12.0. `tensor`, 16 chunks and `pipe`: an older version of the package.
+DEFAULT: dict[str, Any] = {"rules": RULES}  # `plan` replaces them with `training_rules`
 RECORDED: list[tuple[str, dict[str, int], str, int, dict[str, Any], float, float]] = [
     ("mixtral-8x22b", {"fsdp": 8, "expert": 8}, "h100", 64, DEFAULT, 26.4, 61.5),
     ("deepseek-v3", {"fsdp": 16, "expert": 16}, "h100", 256, DEFAULT, 31.5, 81.1),
@@ -267,7 +268,7 @@ def test_deepseek_on_256_devices_is_planned_in_seconds() -> None:
 
 
 def test_training_steps_are_planned_with_the_rules_of_fit() -> None:
-    """Dense kernels over fsdp alone, or over fsdp and expert: less memory for the same traffic."""
+    """Dense kernels over fsdp and expert need less memory than dense kernels over fsdp, for the same traffic."""
     mesh, options = {"fsdp": 16, "expert": 16}, dict[str, Any](batch=256, seq=4096, advise=False)
     made, default = (nnxmoe.plan("deepseek-v3", mesh, **options, **choice) for choice in ({}, {"strategy": Strategy()}))
     narrow = nnxmoe.plan("deepseek-v3", mesh, rules=NARROW, **options)
@@ -286,7 +287,7 @@ def test_training_steps_are_planned_with_the_rules_of_fit() -> None:
     rules = nnxmoe.plan(odd, {"fsdp": 4, "expert": 2}, batch=8, seq=16).work.rules
     assert rules["q_rank"] == RULES["q_rank"] and rules["embed"] == TRAINING_RULES["embed"]
     advice = nnxmoe.plan("deepseek-v3", mesh, batch=1024, seq=4096).advice  # 1024 devices do not divide the rank
-    assert any(line.startswith("4 x the devices, fsdp=64") for line in advice), "rules are chosen for each mesh"
+    assert any(line.startswith("4 x the devices, fsdp=64") for line in advice), "rules are chosen per mesh"
 
 
 def test_advice_was_planned_again() -> None:
@@ -388,9 +389,9 @@ SLICES = {
 
 
 @pytest.mark.parametrize("topology", SLICES)
-def test_slices_are_compiled_for_with_their_closed_rings(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in MaxText's table of topologies (``accelerator_to_spec_map.py``)."""
-    described = unittest.mock.Mock()
+def test_tpu_slices_have_closed_rings(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are equal to MaxText's table of topologies (``accelerator_to_spec_map.py``)."""
+    described = unittest.mock.Mock(return_value=types.SimpleNamespace(devices=[]))
     monkeypatch.setattr(topologies, "get_topology_desc", described)
     child.tpu_slice(topology, 2)
     described.assert_called_once_with(platform="tpu", topology_name=topology, num_slices=2, **SLICES[topology])
@@ -545,7 +546,7 @@ def test_combined_collectives_count_all_of_their_results(result: str, kind: str,
     assert found.bytes == size
 
 
-def test_reduce_scatters_of_tpus_are_fusions() -> None:
+def test_reduce_scatters_on_tpus_are_fusions() -> None:
     text = """ENTRY %main (a: f32[8]) -> f32[4] {
   %reduced = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
 }

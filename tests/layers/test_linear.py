@@ -156,7 +156,7 @@ def test_block_sizes() -> None:
 @pytest.mark.program
 @pytest.mark.parametrize(("cls", "saved"), [(MLP, 2), (UngatedMLP, 1)])
 def test_mlp_saves_only_the_inputs_of_the_activation(cls: Any, saved: int) -> None:
-    """Residuals of width F: the backward pass computes the activation again, but no product."""
+    """Count the residuals of width F. The backward pass recomputes the activation, but no matmul."""
     activation = swiglu if cls is MLP else jax.nn.silu
     mlp = cls(8, 24, bias=False, activation=activation, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((5, 8), jnp.float32)

@@ -97,7 +97,7 @@ def _forward(job: CompileJob, mesh: Any) -> Any:
 
 
 def lowered_ahead_of_time() -> str:
-    """A step lowered for devices that are not attached, also if one of them is the default device."""
+    """Lower a step for devices that are not attached. One of these devices is the default device."""
     devices = child.devices(
         CompileJob(PRESETS["mixtral-8x7b"], nnxmoe.Strategy(), {}, Work(4, 128), "tpu", "v5p:2x2x1")
     )

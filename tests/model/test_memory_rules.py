@@ -254,7 +254,7 @@ class Doubling:
 
 @pytest.mark.parametrize(("way", "residuals"), [(nnxmoe.Dense(), True), (nnxmoe.Sorted(), False)])
 def test_weighted_sums_make_no_float32_rows(way: Any, residuals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For bfloat16 rows, neither in the forward nor in the backward pass. `combine` has a derivative of its own."""
+    """Neither pass materializes a float32 copy of bfloat16 rows. `combine` has a custom derivative."""
     x, logits = shape(2, 64, 32, dtype=BF16), shape(2, 64, 4)
     rows = 2 * 64 * 32 * (4 if isinstance(way, nnxmoe.Dense) else 2)  # of all experts, or of two per token
 
@@ -510,13 +510,18 @@ def test_names_of_activations() -> None:
     assert set[str]().union(*map(names_in, models)) == set(NAMES)
     for save, offload, told in (
         (("query",), (), r"save=\('query',\).*queries"),
-        ((), "up", "a tuple of names"),
         (("up",), ("up", "down"), "both save and offload up"),
     ):
         with pytest.raises(ValueError, match=told):
-            nnxmoe.Remat(save=save, offload=offload)  # pyright: ignore[reportArgumentType]
+            nnxmoe.Remat(save=save, offload=offload)
     with pytest.raises(ValueError, match="policy and names"):
         nnxmoe.Remat(jax.checkpoint_policies.dots_saveable, offload=("up",))
+
+
+@pytest.mark.wrong_types
+def test_names_of_activations_are_tuples() -> None:
+    with pytest.raises(ValueError, match="a tuple of names"):
+        nnxmoe.Remat(offload="up")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("conditional", [True, False])

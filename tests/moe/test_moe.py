@@ -420,7 +420,7 @@ def test_combine_derivatives_match_einsum(dtype: Any, rows: int) -> None:
 
 @pytest.mark.program
 def test_gradient_of_combine_has_no_float32_copy_of_the_rows() -> None:
-    """Only the gathered rows and the gathered gradient have this size, in the rows' dtype."""
+    """Only the gathered rows and the gathered gradient have this size, in the rows' dtype. XLA may copy one of them."""
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (512, 2)), jnp.int32)
     order = sort_by_expert(ids.reshape(-1), 1024, 4)
     rows, weights = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16), jax.ShapeDtypeStruct((512, 2), jnp.float32)
@@ -430,12 +430,12 @@ def test_gradient_of_combine_has_no_float32_copy_of_the_rows() -> None:
         return vjp(d_y)
 
     program = jax.jit(gradients).lower(rows, weights, jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 1.1 * (1024 * 256 * 2 * 2)
+    assert program.memory_analysis().temp_size_in_bytes < 1.6 * (1024 * 256 * 2 * 2)
 
 
 @pytest.mark.program
 def test_gradients_are_computed_together_but_not_of_frozen_arrays() -> None:
-    """Also in a rematerialized scan."""
+    """The arrays are used in a rematerialized scan."""
 
     def loss(x: Any, kernel: Any) -> Any:
         @jax.checkpoint
@@ -444,10 +444,10 @@ def test_gradients_are_computed_together_but_not_of_frozen_arrays() -> None:
 
         return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
 
-    for argnums, products, names in ((0, 3, 1), ((0, 1), 4, 2)):  # forward, recomputed, and one or two gradients
+    for argnums, products, results in ((0, 3, 1), ((0, 1), 4, 2)):  # forward, recomputation, one or two gradients
         program = str(jax.make_jaxpr(jax.grad(loss, argnums))(jnp.ones((2, 4)), jnp.ones((4, 4))))
         (barrier,) = (line for line in program.splitlines() if "optimization_barrier" in line)
-        assert (program.count("dot_general["), barrier.split("=")[0].count(":")) == (products, names)
+        assert (program.count("dot_general["), barrier.split("=")[0].count(":")) == (products, results)
 
 
 # Dispatch
@@ -668,12 +668,12 @@ def test_kept_tokens_are_unaffected_by_drops() -> None:
 
 @pytest.mark.parametrize("factor", [0.6, 3.0])
 def test_dropless_uses_its_fallback_if_assignments_would_be_dropped(factor: float) -> None:
-    """The probe finds the smallest factor that drops nothing; outputs and gradients are those of every assignment."""
+    """`needed_factor` is the smallest factor that drops nothing. Outputs and gradients equal a dense dispatch."""
     x, dense = inputs(2, 12), make_moe(Dense(), shared=False)
     capacity, routing = Capacity(factor), dense(x)[1].routing
     needed = float(capacity.needed_factor(routing))
     assert 0.6 < needed < 3.0
-    for scale, drops in ((1.001, False), (0.9, True)):
+    for scale, drops in ((1.0, False), (0.9, True)):
         assert (int(make_moe(Capacity(scale * needed), shared=False)(x)[1].dispatch.dropped) > 0) == drops
         assert bool(Capacity(scale * needed).fits(routing)) == (not drops)
     y, info, grads = run_moe(make_moe(Dropless(capacity, Sorted()), shared=False), x)
@@ -681,10 +681,14 @@ def test_dropless_uses_its_fallback_if_assignments_would_be_dropped(factor: floa
     assert int(info.dropped) == 0 and max_error(y, wanted_y) < PART_TOLERANCE
     for ours, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         assert max_error(ours, wanted) < PART_TOLERANCE
-    with pytest.raises(ValueError, match="inner=Sorted"):
-        Dropless(Sorted())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="RaggedAllToAll"):
         make_moe(Dropless(ExpertParallel(Sorted(), RaggedAllToAll())), shared=False)(x)
+
+
+@pytest.mark.wrong_types
+def test_dropless_refuses_a_dispatch_without_buffers() -> None:
+    with pytest.raises(ValueError, match="inner=Sorted"):
+        Dropless(Sorted())  # pyright: ignore[reportArgumentType]
 
 
 def test_dropless_exchanges(eight: Callable[..., Any]) -> None:
@@ -692,7 +696,7 @@ def test_dropless_exchanges(eight: Callable[..., Any]) -> None:
 
 
 def dropless_exchanges() -> None:
-    """With a receive buffer, on a mesh of two groups of four shards, of which only one group needs the fallback."""
+    """Run `Dropless` with a receive buffer on two groups of four shards. Only one group needs the fallback."""
     mesh, x = nnxmoe.make_mesh(fsdp=2, expert=4), inputs(8, 6)
 
     def build(dispatch: Any) -> MoE:

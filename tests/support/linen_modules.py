@@ -153,7 +153,7 @@ class MLP(nn.Module):
         def project(_: nn.Module, gate: Any, up: Any) -> Any:
             return Dense(1, (x.shape[-1],), ("mlp", "embed"), self.biased, name="wo")(jax.nn.silu(gate) * up)
 
-        return nn.remat(project)(self, gate, up)  # as our MLP, which saves gate and up only
+        return nn.remat(project)(self, gate, up)  # like nnxmoe's MLP, which saves only gate and up
 
 
 @dataclasses.dataclass(frozen=True)

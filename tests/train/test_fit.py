@@ -866,7 +866,7 @@ def on_several_devices() -> None:
 
 
 def test_fit_shards_dense_kernels_over_fsdp_and_expert(eight: Callable[..., Any], tmp_path: Path) -> None:
-    """Unless the strategy has rules of its own, or the kernels are frozen."""
+    """The rules are not replaced if they were passed to the strategy, or if the kernels are frozen."""
     eight(with_training_rules, str(tmp_path))
 
 
@@ -875,14 +875,14 @@ def with_training_rules(folder: str) -> None:
     options: dict[str, Any] = {"optimizer": optax.adam(1e-2), "steps": 2}
 
     def run(strategy: nnxmoe.Strategy, adapters: bool = False, **more: Any) -> tuple[Any, float]:
-        """The axes that shard the width of a kernel, and the last loss."""
+        """Return the mesh axes that shard the width of a kernel, and the last loss."""
         model = build_tiny("mixtral", strategy)
         if adapters:
             lora.add(model, 2, rngs=nnx.Rngs(0))
         before = nnx.state(model)["stacks"][0]["layer"]["attention"]["q"]["kernel"].get_value().sharding
         done = fit(model, [batch], **options | more)
         assert nnx.state(model)["stacks"][0]["layer"]["attention"]["q"]["kernel"].get_value().sharding == before
-        assert model.strategy == strategy, "the model that was passed has not changed"
+        assert model.strategy == strategy, "fit does not change the model that was passed"
         sharding = nnx.state(done.model)["stacks"][0]["layer"]["attention"]["q"]["kernel"].get_value().sharding
         assert done.model.strategy.sharding_of(nnx.state(done.model)["head"]["kernel"]).spec[-1] == sharding.spec[-1]
         return sharding.spec[-1], done.history[-1]["loss"]

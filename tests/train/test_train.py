@@ -56,7 +56,7 @@ def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | 
 
 
 def test_steps_compile_ahead_of_time(eight: Callable[..., Any]) -> None:
-    """From an abstract model and shapes; the program is the one that runs."""
+    """The program of an abstract model and shapes gives the same results as the step."""
     eight(compiled_ahead_of_time)
 
 

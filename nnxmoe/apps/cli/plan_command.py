@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     meshes.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
     help_text = "list the ten best meshes of N devices; without --batch, also search the number of rows"
     meshes.add_argument("--devices", "--search", dest="search", type=count, metavar="N", help=help_text)
-    add("--layers", type=count, metavar="N", help="plan a model with only the first N layers")
+    add("--layers", type=count, metavar="N", help="plan only the first N layers of the model")
     add("--batch", type=count, metavar="B", help="rows per step, on all devices together")
     add("--seq", type=count, default=4096, metavar="T", help="tokens per row, or in the cache with --decode (4096)")
     add("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help_text = "pipeline microbatches, a multiple of the stages (with --mesh pipe=…)"
     add("--microbatches", type=count, metavar="M", help=help_text)
     add("--no-remat", dest="remat", action="store_false", help="store all activations for the backward pass")
-    help_text = "mesh axes that shard a parameter axis, such as embed=fsdp+expert (default: as nnxmoe finetune)"
+    help_text = "mesh axes that shard a parameter axis, such as embed=fsdp+expert (default: rules of nnxmoe finetune)"
     add("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=help_text)
     add("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
     add("--compare", type=mesh, metavar="AXES", help="also plan this mesh and compare both")

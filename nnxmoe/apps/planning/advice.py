@@ -32,10 +32,10 @@ def changes(step_plan: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
         [],
         step_plan.memory / step_plan.bytes.total,
     )  # compiled / estimated memory (1 if not compiled)
-    planned_work = step_plan.work
-    if step_plan.other_rules is not None:  # other meshes may need other `training_rules`
-        planned_work = dataclasses.replace(planned_work, rules=RULES)
-    for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, planned_work):
+    candidate_work = step_plan.work
+    if step_plan.other_rules is not None:  # `training_rules` depends on the mesh, so it runs for each candidate
+        candidate_work = dataclasses.replace(candidate_work, rules=RULES)
+    for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, candidate_work):
         try:
             result = plan(step_plan.model, step_plan.config, device, abstract_mesh(mesh), work)
         except ValueError:  # the changed mesh cannot shard the model or the batch

@@ -61,7 +61,7 @@ class Bytes:
 
 
 def bytes_of(step: PlannedStep, platform: str) -> Bytes:
-    """Compute the bytes of a step on one device of a platform, such as "tpu"."""
+    """Compute the bytes of a step on one device. ``platform`` is the device's platform, such as "tpu"."""
     work, rows = step.work, step.rows
     num_trained = sum(step.held(param) for param in step.parts if param.trained)
     frozen_bytes = sum(step.held(param) * param.itemsize for param in step.parts if not param.trained)
@@ -108,14 +108,30 @@ def _cache_bytes(step: PlannedStep) -> int:
 #   (40 GB) for DeepSeek-V3, and 31 GB (33 GB) with a buffer factor of 1.25.
 # - v6e, offload, no exchange: 16 GB (19 GB) for Llama-3.1-8B on 8 devices, 35 GB (32 GB) for Llama-3.1-70B on 256
 #   devices, 24 GB (23 GB) for Mixtral-8x7B on 256 devices.
-_KERNEL_BYTES_EXCHANGE, _KERNEL_BYTES_EXCHANGE_TPU = 16, 2.5  # per element of one layer's kernels and gradients
+_KERNEL_BYTES_EXCHANGE, _KERNEL_BYTES_EXCHANGE_TPU = 16, 2.5  # per kernel element of one layer, including gradients
 _KERNEL_BYTES = 6
 _KERNEL_BYTES_FROZEN = 4  # LoRA: kernels have no gradients
 _LIVE_EXCHANGE = 4  # live arrays per input or output feature, except for experts
-_LIVE_ROUTED_EXCHANGE, _LIVE_ROUTED_CHUNKS, _LIVE_ROUTED_EXCHANGE_TPU = 2.5, 0.8, 1.1  # the same for experts
+_LIVE_ROUTED_EXCHANGE, _LIVE_ROUTED_CHUNKS, _LIVE_ROUTED_EXCHANGE_TPU = 2.5, 0.8, 1.1  # live arrays of experts
 _LIVE, _LIVE_ROUTED = 3, 1.2
 _SLOTS = 4  # additional microbatch buffers of a pipeline stage, for receiving, computing and sending
 _LOGITS = 3 * 4  # bytes per logit: the loss holds three float32 arrays per chunk of logits
+
+
+def _kernel_bytes(step: PlannedStep, is_tpu: bool) -> float:
+    """Return the temporary bytes per element of one layer's gathered kernels."""
+    if step.mesh.shape["expert"] == 1:
+        return _KERNEL_BYTES_FROZEN if step.work.lora else _KERNEL_BYTES
+    if is_tpu:
+        return _KERNEL_BYTES_EXCHANGE_TPU
+    return _KERNEL_BYTES_FROZEN if step.work.lora else _KERNEL_BYTES_EXCHANGE
+
+
+def _live_routed(step: PlannedStep, is_tpu: bool) -> float:
+    """Return the number of live arrays per input or output feature of the experts, with an exchange."""
+    if is_tpu:
+        return _LIVE_ROUTED_EXCHANGE_TPU
+    return _LIVE_ROUTED_EXCHANGE if step.chunks == 1 else _LIVE_ROUTED_CHUNKS
 
 
 def _temporary(step: PlannedStep, is_tpu: bool) -> int:
@@ -141,9 +157,7 @@ def _temporary(step: PlannedStep, is_tpu: bool) -> int:
         runs.append(_LayerRun.of(step, True, tokens // microbatches_per_stage, num_staged_layers // stages * turns))
         slots = tokens // microbatches_per_stage * width * (microbatches_per_stage + _SLOTS)
     inputs = sum(run.tokens * width * (2 if work.offload else run.times) for run in runs)
-    kernel_bytes = (_KERNEL_BYTES_EXCHANGE_TPU if is_tpu else _KERNEL_BYTES_EXCHANGE) if has_exchange else _KERNEL_BYTES
-    kernel_bytes = min(kernel_bytes, _KERNEL_BYTES_FROZEN) if work.lora else kernel_bytes
-    kernels = kernel_bytes * max(sum(map(step.gathered, run.kernels)) for run in runs)
+    kernels = _kernel_bytes(step, is_tpu) * max(sum(map(step.gathered, run.kernels)) for run in runs)
     activations = [_activation_bytes(step, run, is_tpu) for run in runs]
     if work.remat:
         layer = kernels + max(activations)
@@ -198,9 +212,8 @@ def _activation_bytes(step: PlannedStep, run: _LayerRun, is_tpu: bool) -> float:
         chunk = -(-tokens // step.chunks)
         rows = buffer_size(step.work.buffer_factor, chunk, experts_per_token, size, experts // size)
     if size > 1:
-        live_routed = _LIVE_ROUTED_EXCHANGE if step.chunks == 1 else _LIVE_ROUTED_CHUNKS
-        live_routed = _LIVE_ROUTED_EXCHANGE_TPU if is_tpu else live_routed
-        elements = _LIVE_EXCHANGE * tokens * (attention_width + other_width) + live_routed * rows * routed_width
+        elements = _LIVE_EXCHANGE * tokens * (attention_width + other_width)
+        elements += _live_routed(step, is_tpu) * rows * routed_width
     else:
         elements = max(
             _LIVE * tokens * attention_width, _LIVE * tokens * other_width + _LIVE_ROUTED * rows * routed_width

@@ -57,13 +57,13 @@ def devices(job: CompileJob) -> list[Any]:
 
 
 def tpu_slice(topology: str, slices: int = 1) -> list[Any]:
-    """Return the devices of TPU slices that are not present.
+    """Return compile-only devices of TPU slices. The slices need not be attached.
 
-    The compiler assumes open axes unless ``wrap`` closes them. Across open axes it replaces some all-gathers by
-    all-reduces, which transfer twice the bytes.
+    The compiler assumes open axes unless ``wrap`` marks them as closed rings. Along open axes, it replaces some
+    all-gathers with all-reduces, which transfer twice the bytes.
 
     Args:
-        topology: Generation and shape, such as ``v5p:4x4x4``.
+        topology: TPU generation and slice shape, such as ``v5p:4x4x4``.
         slices: Number of slices.
     """
     from jax.experimental import topologies

@@ -42,12 +42,12 @@ class Collective:
 
 
 class Instruction(NamedTuple):
-    """One instruction of a program.
+    """One HLO instruction of a program.
 
     Attributes:
-        text: Text of the instruction.
+        text: HLO text of the instruction.
         computation: Name of the computation that contains the instruction.
-        times, counted: As in `Collective`.
+        times, counted: See `Collective`.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Yield the instructions reachable from the entry of an optimized HLO module, with the number of executions."""
+    """Yield each instruction reachable from the entry of an optimized HLO module, with its number of executions."""
     bodies, entry = _computations(text)
 
     def walk(name: str, times: int, counted: bool) -> Iterator[Instruction]:
@@ -77,7 +77,8 @@ def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -
     """Find the collectives of an optimized HLO module, and count their executions.
 
     Collectives between TPU slices, along the mesh axis ``across``, are send instructions named after the
-    collective. XLA:TPU writes a reduce-scatter as a fusion of an all-reduce and a slice.
+    collective. XLA:TPU emits a reduce-scatter as a fusion of an all-reduce and a slice. Such a fusion is counted as
+    a reduce-scatter.
     """
     counts: Counter[tuple[str, tuple[str, ...], int, bool]] = Counter()
     for line, computation, times, counted in instructions(text):
@@ -97,7 +98,7 @@ def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Map the name of each computation to its instructions. Also returns the name of the entry computation.
 
-    An instruction with the metadata of a Pallas kernel has several lines, which are joined.
+    An instruction with Pallas kernel metadata spans several lines. These lines are joined.
     """
     bodies, entry, current = dict[str, list[str]](), "", ""
     for line in text.splitlines():

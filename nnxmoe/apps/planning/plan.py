@@ -45,7 +45,7 @@ class Plan:
         program: The compiled step, or `None` if the step was not compiled.
         compiled_for: Platform of ``program``, or an empty string.
         advice: Changes that save memory, with their results. Empty if the step fits.
-        other_rules: The plan with `RULES`, if the plan uses `training_rules` by default.
+        other_rules: The plan of the same step with `RULES`, or `None` unless `training_rules` replaced `RULES`.
     """
 
     model: str
@@ -237,7 +237,11 @@ def _by_arithmetic(name: str, config: DecoderConfig, device: Hardware, mesh: Any
 
 
 def _with_default_rules(name: str, config: DecoderConfig, device: Hardware, mesh: AnyMesh, work: Work) -> Plan:
-    """Plan with the rules of ``work``. If a training step has the default rules, use `training_rules` as `fit` does."""
+    """Plan a step with the rules of ``work``.
+
+    If a training step has the default rules, `training_rules` replaces them, as in `fit`. The plan with the default
+    rules is then added as ``other_rules``.
+    """
     rules = training_rules(abstract(config), mesh, work.rules) if work.train and not work.lora else work.rules
     step_plan = _by_arithmetic(name, config, device, mesh, dataclasses.replace(work, rules=rules))
     if rules == work.rules:

@@ -12,10 +12,12 @@ from nnxmoe.models import PRESETS, near_presets, preset
 def first_layers(config: DecoderConfig, count: int) -> DecoderConfig:
     """Return the config of a model with only the first ``count`` layers.
 
-    Raises ValueError if the model has fewer layers, or the first layers do not form a valid model.
+    Raises ValueError if the model has fewer layers, or if the first layers do not form a valid model.
     """
     if count > config.num_hidden_layers:
-        raise ValueError(f"plan(layers={count}): the model has {config.num_hidden_layers} layers: use at most as many")
+        raise ValueError(
+            f"plan(layers={count}): the model has {config.num_hidden_layers} layers: use at most that many layers"
+        )
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     per_layer = {
         name: value[:count]

@@ -85,7 +85,7 @@ def _time(plan: Any, line: Any) -> None:
 
 
 def _rules(plan: Any, line: Any) -> None:
-    """Compare the chosen rules with the other rules."""
+    """Print memory and traffic of the plan with the chosen rules and of the plan with `RULES`."""
     for choice, note in ((plan, "chosen"), (plan.other_rules, "not chosen")):
         axes = " x ".join(rule_axes("embed", abstract_mesh(choice.mesh), choice.work.rules))
         size = f"{bytes_text(choice.memory)}, {bytes_text(choice.received)} received"

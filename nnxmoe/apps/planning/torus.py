@@ -149,8 +149,8 @@ def _physical_axes(device: Hardware, sizes: Mapping[str, int]) -> dict[str, list
 def closed_rings(torus: Sequence[int]) -> tuple[bool, ...]:
     """Return whether each axis of a TPU slice is a closed ring.
 
-    A 3D slice consists of blocks of 4x4x4 chips, whose faces are connected by optical links. Slices smaller than a
-    block have no such links. In a 2D slice, only the axes of a full pod (16 chips) are closed.
+    A 3D slice consists of blocks of 4x4x4 chips. Optical links connect the faces of these blocks. Slices smaller than
+    a block have no optical links. In a 2D slice, only an axis with the 16 chips of a full pod is closed.
     """
     if len(torus) == 3:
         return (all(size % 4 == 0 for size in torus),) * 3

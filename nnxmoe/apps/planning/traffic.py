@@ -51,7 +51,7 @@ def traffic(step: PlannedStep) -> list[Traffic]:
     `AllGatherAttention`.
 
     Kernels are gathered once per pass, in the dtype of activations or as quantized codes. The head is
-    gathered once per part of a batch. Gradients of kernels are reduced in `Work.reduce_dtype`. Gradients of
+    gathered once per part of a batch. Kernel gradients are reduced in `Work.reduce_dtype`. Gradients of
     adapters are not counted. Token embeddings are exchanged instead of the embedding table. A pipeline stage runs these
     collectives in every turn, including idle turns. In each turn, a stage sends its output and one stored
     microbatch to the next stage. In the backward pass, it sends their gradients to the previous stage.

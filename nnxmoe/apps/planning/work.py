@@ -29,15 +29,14 @@ class Work:
     Attributes:
         batch: Rows per step, on all devices together.
         seq: Tokens per row in training, or tokens per row in the cache in decoding.
-        layers: Number of layers of the planned model, starting with the first. If `None`, all layers.
+        layers: Number of layers to plan, starting with the first. If `None`, all layers are planned.
         train: Train on the rows. If False, decode one token per row.
         accumulate: Number of parts of a training batch for gradient accumulation.
         across: The mesh axis that crosses nodes or slices.
-        rules: Mesh axes that shard each logical axis of the parameters.
-        reduce_dtype: Dtype in which gradients of kernels are summed over devices. Defaults to bfloat16, or
-            to float32 with a pipeline.
         rules: Mesh axes that shard each logical axis of the parameters. A training step uses `training_rules` by
             default.
+        reduce_dtype: Dtype in which kernel gradients are summed over devices. Defaults to bfloat16, or to float32
+            with a pipeline.
         remat: Rematerialize activations in the backward pass.
         offload: Offload the inputs of layers to the host, as ``Remat(offload=("layer_input",))`` does.
         buffer_factor: Buffer factor of `RaggedAllToAll`. If `None`, buffers fit all rows of the expert axis.
@@ -81,7 +80,7 @@ class Work:
 
     @property
     def reduced(self) -> int:
-        """Bytes per element of a kernel's gradient while it is summed over devices."""
+        """Bytes per element of a kernel gradient in the sum over devices."""
         dtype = jnp.float32 if self.microbatches is not None else self.reduce_dtype or jnp.bfloat16
         return jnp.dtype(dtype).itemsize
 

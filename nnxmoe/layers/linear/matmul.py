@@ -23,8 +23,8 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
 
     Products accumulate in float32 and return ``x``'s dtype. This also holds for the backward pass, whereas JAX's
     built-in derivative would multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is
-    accumulated and returned in float32, without rounding to ``x``'s dtype. On a mesh, XLA sums it over the devices in
-    the dtype of `reduce_gradients_in`. Forward mode and higher-order derivatives are supported.
+    accumulated and returned in float32, without rounding to ``x``'s dtype. On a mesh, XLA sums this gradient over
+    devices in the dtype set by `reduce_gradients_in`. Forward mode and higher-order derivatives are supported.
     """
     kernel_dtype, sum_dtype = kernel.dtype, reduction_dtype(jnp.float32, x.dtype)
 
@@ -67,7 +67,7 @@ def dot_f32(
     precision: PrecisionLike = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*b _ _"]:
-    """Contract axis ``x_axis`` of x with axis ``y_axis`` of y (-2 or -1). The product accumulates in float32.
+    """Contract axis ``x_axis`` of x with axis ``y_axis`` of y (-2 or -1). Accumulate in float32, return ``dtype``.
 
     Batch dimensions come first, because XLA:CPU cannot execute some bfloat16 products with other dimension orders.
     """

@@ -1,4 +1,4 @@
-"""Gather kernels over several mesh axes in two stages."""
+"""Gather kernels that are sharded over several mesh axes, in two stages."""
 
 from contextlib import AbstractContextManager
 
@@ -11,24 +11,26 @@ from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.sharding import manual_axes, shard_constraint
 from nnxmoe.sharding_rules import Rules, axes_per_dimension
 
-_mesh_and_rules = jax.make_user_context(None)  # part of the keys of JAX's trace caches
+_mesh_and_rules = jax.make_user_context(None)  # JAX includes user contexts in the keys of its trace caches
 
 
 def gather_in_stages(mesh: AnyMesh | None, rules: Rules) -> AbstractContextManager[None]:
-    """Return a context in which kernels with a dimension over several mesh axes are gathered in two stages.
+    """Return a context in which kernel dimensions that are sharded over several mesh axes are gathered in two stages.
 
-    The first stage gathers over all of these axes but the first, and the second stage over the first. Both together
-    transfer as much as a single all-gather. XLA:TPU (libtpu 0.0.50) replaces an all-gather over all devices of a slice
-    by an all-reduce, which transfers twice as much. With the two stages, a device receives 61 instead of 74 GB in a
-    training step of DeepSeek-V3 with five layers on 64 TPUs v5p (fsdp 8, expert 8).
+    The first stage gathers over every axis except the first axis. The second stage gathers over the first axis.
+    Together, both stages transfer as many bytes as a single all-gather. XLA:TPU (libtpu 0.0.50) replaces an all-gather
+    over all devices of a slice with an all-reduce, which transfers twice as many bytes. With two stages, a device
+    receives 61 GB instead of 74 GB in a training step of DeepSeek-V3 with five layers on 64 TPU v5p chips (fsdp 8,
+    expert 8).
     """
     return _mesh_and_rules(None if mesh is None else (mesh, rules))
 
 
 def gather_first_stage(variable: nnx.Variable) -> Array:
-    """Return the value of a kernel after the first stage in `gather_in_stages`, and unchanged outside this context.
+    """Return the value of a kernel after the first stage of `gather_in_stages`. Outside this context, it is unchanged.
 
-    Gradients are summed in two stages, too. The gradient of the output head is already summed: the loss does this.
+    Gradients are also summed in two stages. The gradient of the output head is passed through, because the loss has
+    already summed this gradient.
     """
     if _mesh_and_rules.value is None:
         return variable[...]

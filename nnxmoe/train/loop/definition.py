@@ -20,6 +20,7 @@ from nnxmoe.model.paths import name_of
 from nnxmoe.moe.balance import Utilization, update_bias, utilization
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.static_key import hashable, static_key
+from nnxmoe.sharding import reduce_gradients_in
 from nnxmoe.train.loop.objective import Losses, TrainingObjective
 from nnxmoe.train.loop.optimizers import skipped_steps
 
@@ -145,7 +146,8 @@ class StepDefinition:
         self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
     ) -> tuple[Float[Array, ""], Losses]:
         model = self.merge(params, frozen)
-        with model.reduce_gradients(), gather_in_stages(model.mesh, model.strategy.rules):
+        reduce_gradients = reduce_gradients_in(model.reduce_dtype or model.dtype, model.mesh)
+        with reduce_gradients, gather_in_stages(model.mesh, model.strategy.rules):
             return self.objective(model, part, key, count, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:

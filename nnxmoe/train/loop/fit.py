@@ -72,7 +72,7 @@ def fit(
             earlier run has finished. Pass an `Evaluation` to measure it more often.
         callbacks: Called after each step, see `Callback`.
         mesh: Mesh to train on. Defaults to the mesh of the model's strategy. If the strategy has the default `RULES`,
-            parameters are sharded by `training_rules`, which need less memory on meshes with several expert shards.
+            `training_rules` replaces them. The new rules need less memory on meshes with several expert shards.
         options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`.
             ``trainable`` defaults to the adapters if the model has any, else to `nnx.Param`.
 
@@ -99,9 +99,9 @@ def fit(
 
 
 def _on_training_mesh(model: CausalLM, mesh: Mesh | None) -> CausalLM:
-    """Return the model on the mesh, with `training_rules`. A model with adapters keeps its rules.
+    """Return the model on the mesh, with `training_rules`. The rules of a model with adapters are not replaced.
 
-    Without a new mesh, the arrays are not moved: the state of the step has the new shardings.
+    If the model is already on this mesh, its arrays are not resharded. The state of the step has the new shardings.
     """
     if mesh is None:
         return model

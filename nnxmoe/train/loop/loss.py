@@ -166,7 +166,7 @@ def _with_slopes(
             sums, (x_grad, kernel_grad) = local(*arguments)
             if kernel_grad is not None:
                 narrow_grad = jax.tree.map(lambda a: a.astype(sum_dtype), kernel_grad)
-                kernel_grad = jax.tree.map(lambda a, part: _added(a, axes, part), narrow_grad, scattered)
+                kernel_grad = jax.tree.map(lambda a, part: _sum_over_axes(a, axes, part), narrow_grad, scattered)
             return jax.lax.psum(sums, axes), (x_grad, kernel_grad)
 
         out_specs = (replicated, replicated), (rows, grad_specs if kernel.trainable else None)
@@ -180,7 +180,7 @@ def _with_slopes(
     return sums, jax.lax.optimization_barrier((x_grad, kernel_grad))
 
 
-def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
+def _sum_over_axes(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
     """Sum over mesh axes. If ``scatter``, each device gets its shard of the last dimension."""
 
     def add(a: Array, dtype: Any) -> Array:
@@ -193,8 +193,8 @@ def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
 
     if a.dtype == jnp.float32:
         return add(a, jnp.float32)
-    # XLA:CPU crashes on 16-bit sums in a `shard_map` over some of the mesh axes (jax 0.10.2 and 0.12.0), with "Invalid
-    # binary instruction opcode copy". The values are rounded in both cases.
+    # XLA:CPU crashes on 16-bit sums in a `shard_map` over a subset of the mesh axes (jax 0.10.2 and 0.12.0), with
+    # "Invalid binary instruction opcode copy". On CPUs, the rounded values are summed in float32.
     cpu, default = (functools.partial(add, dtype=dtype) for dtype in (jnp.float32, a.dtype))
     return jax.lax.platform_dependent(a, cpu=cpu, default=default)
 

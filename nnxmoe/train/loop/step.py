@@ -107,7 +107,7 @@ class Step:
 
     @functools.cached_property
     def _shapes(self) -> TrainState:
-        # An abstract key: a concrete one would run on the default device, which may not be attached.
+        # The key is abstract. A concrete key would be computed on the default device, which may not be attached.
         return jax.eval_shape(self.definition.init, *self._start, jax.eval_shape(jax.random.key, 0))
 
     @functools.cached_property
@@ -150,16 +150,17 @@ class Step:
         """Lower the step for batches of these shapes, to compile it ahead of time.
 
         The model may be abstract, and the devices of its mesh need not be attached. For example, pass the devices of
-        `jax.experimental.topologies.get_topology_desc` to `make_mesh`, and use ``Strategy.auto("tpu")``.
+        `jax.experimental.topologies.get_topology_desc` to `make_mesh`, and use ``Strategy.auto("tpu")``. For TPU v4 and
+        v5p slices of whole cubes of 4x4x4 chips, pass ``wrap=(True, True, True)``, because their rings are closed.
 
         Args:
-            batch: Fields such as ``tokens`` as arrays or `jax.ShapeDtypeStruct`, usually int32 ``[B, T]``.
+            batch: Arrays or `jax.ShapeDtypeStruct` by field name such as ``tokens``, usually int32 ``[B, T]``.
 
         Returns:
-            The lowered step. ``lower(batch).compile().memory_analysis()`` has the bytes per device.
+            The lowered step. ``lower(batch).compile().memory_analysis()`` returns the bytes per device.
 
         Raises:
-            ValueError: If the batch is malformed, or ``accumulate`` or the mesh does not divide its rows.
+            ValueError: If the batch is malformed, or if ``accumulate`` or the mesh does not divide the number of rows.
         """
         arguments = self.shapes(), self.batch_shapes(batch)
         if self.mesh is None:
@@ -170,7 +171,7 @@ class Step:
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return a batch as abstract arrays, with rows and tokens sharded over the mesh.
 
-        Raises ValueError if the batch is malformed, or ``accumulate`` does not divide the number of rows.
+        Raises ValueError if the batch is malformed, or if ``accumulate`` does not divide the number of rows.
         """
         batch = as_arrays(batch)
         self.objective.check(batch)

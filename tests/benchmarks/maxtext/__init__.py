@@ -1,1 +1,1 @@
-"""The training step beside MaxText's: compiled for a TPU slice that is not present, and run on CPUs."""
+"""Comparison of training steps with MaxText: compiled for a TPU slice without TPUs, and run on CPUs."""

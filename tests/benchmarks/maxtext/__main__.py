@@ -1,13 +1,13 @@
-"""nnxmoe's training step beside MaxText's.
+"""Compare nnxmoe's training step with MaxText's.
 
     python -m tests.benchmarks.maxtext compiled --out FILE [--cases Mixtral] [--sides ours] [--full]
     python -m tests.benchmarks.maxtext steps --out FILE [--cases EP8] [--rounds 6]
     python -m tests.benchmarks.maxtext table --out FILE
 
-``compiled``: both steps compiled for the same TPU v5p 4x4x4, which is not needed. The compiler is stopped when it has
-assigned buffers, after one minute, unless ``--full`` waits for the executable. ``steps``: steps on eight virtual CPU
-devices and on one, in alternating processes. Both write their results to the JSON file and print its tables. Results
-of other cases stay in the file.
+``compiled`` compiles both steps for TPU v5p 4x4x4. No TPU is needed. The compiler is stopped after buffer assignment,
+which takes one minute. With ``--full``, the compiler is not stopped. ``steps`` runs both steps on eight virtual CPU
+devices and on one device, in alternating processes. Both commands write their results to the JSON file and print its
+tables. Results of other cases stay in the file. ``table`` only prints the tables.
 """
 
 import argparse
@@ -31,18 +31,18 @@ from tests.benchmarks.maxtext.program import DUMPED, figures
 from tests.benchmarks.maxtext.worker import LOWERED, RESULT
 from tests.benchmarks.processes import LARGE_PAGES, ROOT
 
-SIDES = ("theirs", "ours")  # MaxText first: it writes the initial weights
+SIDES = ("theirs", "ours")  # MaxText runs first, because it writes the initial weights
 MISSING = (
-    "MaxText is not installed here. Create an environment with Python 3.12, run\n"
+    "MaxText is not installed. Create an environment with Python 3.12, run\n"
     "    pip install 'maxtext[tpu]==0.2.5' 'libtpu==0.0.50.*' && pip install --no-deps -e .\n"
-    "and use its Python. Without MaxText: --sides ours"
+    "and use its Python. To measure without MaxText, pass --sides ours"
 )
 QUIET = {"TQDM_DISABLE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "DECOUPLE_GCLOUD": "TRUE", "HF_HUB_OFFLINE": "1"}
-LIMIT_S = 120  # of the rounds of one case
+LIMIT_S = 120  # seconds for all rounds of one case
 
 
 def _start(side: str, command: str, case: str, variables: Mapping[str, str], log: IO[str], **pipes: Any) -> Any:
-    """Start the process of a side. The folder of its files is the folder of its log."""
+    """Start the worker process of one side. Its files are written to the folder of ``log``."""
     folder = str(Path(log.name).parent)
     arguments = [sys.executable, "-m", f"tests.benchmarks.maxtext.{side}", command, case, folder]
     env = os.environ | LARGE_PAGES | QUIET | {"NNXMOE_COMPILE_CACHE": "off"} | dict(variables)
@@ -51,7 +51,7 @@ def _start(side: str, command: str, case: str, variables: Mapping[str, str], log
 
 
 def compile_case(case: str, side: str, folder: Path, full: bool) -> dict[str, Any]:
-    """Compile a step for the TPU slice in a process, and read what XLA has dumped."""
+    """Compile a step for the TPU slice in a worker process, and read the figures from XLA's dump."""
     folder.mkdir()
     dump, variables = folder / "dump", environment("tpu", 1)
     variables["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
@@ -60,7 +60,7 @@ def compile_case(case: str, side: str, folder: Path, full: bool) -> dict[str, An
         while process.poll() is None and (full or not any(dump.glob(DUMPED))):
             time.sleep(1)
         if process.poll() is None:
-            time.sleep(3)  # until the last file is complete
+            time.sleep(3)  # wait until XLA has written the whole last file
             process.kill()
             process.wait()
         if not any(dump.glob(DUMPED)):
@@ -70,8 +70,11 @@ def compile_case(case: str, side: str, folder: Path, full: bool) -> dict[str, An
 
 
 def run_case(case: str, sides: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
-    """Run the steps of a case in one process per side, by turns. The first step is not counted."""
-    found: dict[str, Any] = {}
+    """Run the steps of a case in one process per side. The processes alternate after each step.
+
+    The first step is not included in ``rounds``.
+    """
+    records: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         running = {}
         for side in sides:
@@ -80,8 +83,8 @@ def run_case(case: str, sides: Sequence[str], folder: Path, rounds: int) -> dict
             variables = environment("cpu", CASES[case].devices)
             process = stack.enter_context(_start(side, "steps", case, variables, log, **pipes))
             stack.callback(process.kill)
-            found[side] = _answer(process) or {"error": _error(log)}
-            if "error" not in found[side]:
+            records[side] = _answer(process) or {"error": _error(log)}
+            if "error" not in records[side]:
                 running[side] = process
         started = time.monotonic()
         for i in range(rounds + 1):
@@ -89,37 +92,37 @@ def run_case(case: str, sides: Sequence[str], folder: Path, rounds: int) -> dict
                 running[side].stdin.write("\n")
                 running[side].stdin.flush()
                 for name, value in (_answer(running[side]) or {}).items():
-                    found[side].setdefault(name, []).append(value)
+                    records[side].setdefault(name, []).append(value)
             if i and time.monotonic() - started > LIMIT_S:
                 break
-    return found
+    return records
 
 
 def _answer(process: Any) -> dict[str, Any] | None:
-    """Return the next result of a process, or None if it has ended."""
+    """Return the next result of a process, or None if the process has ended."""
     return next((json.loads(line.removeprefix(RESULT)) for line in process.stdout if line.startswith(RESULT)), None)
 
 
 def _error(log: IO[str]) -> str:
-    """Return the last error in the log of a process that failed, else its last line."""
+    """Return the last line of a log that contains "Error". If no line does, return the last line."""
     log.seek(0)
     lines = log.read().split("\n")
     return ([line for line in lines if "Error" in line] or lines)[-1]
 
 
 def measure(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
-    """Measure the cases, and save the results after each."""
+    """Measure the selected cases, and save the results after each case."""
     describe = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True)
     revision, today = describe.stdout.strip(), datetime.datetime.now(datetime.UTC).date().isoformat()
     names = [name for name in (COMPILED if options.command == "compiled" else STEPS) if options.cases in name]
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             if options.command == "steps":
-                found = run_case(name, options.sides, Path(folder), options.rounds)
+                records = run_case(name, options.sides, Path(folder), options.rounds)
             else:
-                found = {side: compile_case(name, side, Path(folder, side), options.full) for side in options.sides}
+                records = {side: compile_case(name, side, Path(folder, side), options.full) for side in options.sides}
         measured = results[options.command]
-        for side, record in found.items():
+        for side, record in records.items():
             results["versions"][side] = record.pop("versions", {})
             measured.setdefault(name, {})[side] = {"date": today, "revision": revision} | record
         results[options.command] = {name: measured[name] for name in CASES if name in measured}
@@ -127,16 +130,16 @@ def measure(options: argparse.Namespace, results: dict[str, Any], save: Callable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         "python -m tests.benchmarks.maxtext", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=("compiled", "steps", "table"))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file of results")
-    parser.add_argument("--cases", default="", metavar="TEXT", help="only the cases whose names contain this")
-    parser.add_argument("--sides", choices=SIDES, metavar="SIDE", help="only 'ours' or 'theirs'")
-    parser.add_argument("--rounds", type=int, default=6, help="counted steps per side (default 6)")
-    parser.add_argument("--full", action="store_true", help="compile completely, and record the seconds")
+    parser.add_argument("--cases", default="", metavar="TEXT", help="measure only cases whose names contain TEXT")
+    parser.add_argument("--sides", choices=SIDES, metavar="SIDE", help="measure only 'ours' or 'theirs'")
+    parser.add_argument("--rounds", type=int, default=6, help="steps per side after the first step (default 6)")
+    parser.add_argument("--full", action="store_true", help="wait for the executable, and record the compilation time")
     options = parser.parse_args(arguments)
     options.sides = [options.sides] if options.sides else list(SIDES)
     if options.command != "table" and "theirs" in options.sides and importlib.util.find_spec("maxtext") is None:

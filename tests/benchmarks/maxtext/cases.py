@@ -1,4 +1,4 @@
-"""Training steps that both sides compile or run: our objects, and MaxText's flags for the same computation."""
+"""Training steps that both sides compile or run: nnxmoe objects, and MaxText flags for the same computation."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from tests.benchmarks.modes import MODES
 TOPOLOGY = "v5p:4x4x4"
 ON_TPU = "attention=flash compile_topology=v5p-128 compile_topology_num_slices=1 allow_split_physical_axes=true"
 ON_CPU = "attention=dot_product"
-FLAGS = {  # field of our config -> MaxText's flag
+FLAGS = {  # nnxmoe config field -> MaxText flag
     "vocab_size": "vocab_size",
     "hidden_size": "base_emb_dim",
     "intermediate_size": "base_mlp_dim",
@@ -31,7 +31,7 @@ FLAGS = {  # field of our config -> MaxText's flag
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A preset and MaxText's model with the same fields, and fields to replace on both sides."""
+    """An nnxmoe preset, the equal MaxText model, and config fields to replace on both sides."""
 
     preset: str
     maxtext: str
@@ -43,10 +43,11 @@ class Case:
     """One training step.
 
     Attributes:
-        flags: MaxText's flags for the mode. The other fields imply the remaining flags.
-        mesh: Sizes of mesh axes, which have the same names on both sides. Empty for one device.
-        dispatch: Our dispatch for the mode.
-        rows, length: Size of the batch.
+        flags: MaxText flags of the execution mode. `Case.maxtext_flags` adds flags for the other fields.
+        mesh: Sizes of mesh axes. The axes have the same names on both sides. Empty for one device.
+        dispatch: nnxmoe dispatch of the execution mode.
+        rows, length: Rows of the batch, and tokens per row.
+        dtype: Dtype of the activations.
         remat: Whether the backward pass recomputes the layers.
     """
 
@@ -66,14 +67,14 @@ class Case:
 
     @property
     def config(self) -> DecoderConfig:
-        """Our config."""
+        """nnxmoe config of the model."""
         config = preset(self.model.preset)
         assert config is not None
         return dataclasses.replace(config, **self.model.replace)
 
     @property
     def maxtext_flags(self) -> list[str]:
-        """All flags of MaxText."""
+        """All MaxText flags of the case."""
         replaced = {FLAGS[name]: value for name, value in self.model.replace.items() if name in FLAGS}
         implied = replaced | {f"ici_{axis}_parallelism": size for axis, size in self.mesh.items()}
         implied |= {"per_device_batch_size": self.rows // self.devices, "max_target_length": self.length}
@@ -92,15 +93,15 @@ DEEPSEEK = Model("deepseek-v3", "deepseek3-671b", V3_LAYERS)
 QWEN = Model("qwen3-30b-a3b", "qwen3-30b-a3b", {"num_hidden_layers": 4})
 LITE = Model("deepseek-v2-lite", "deepseek2-16b", {"num_hidden_layers": 4, "first_k_dense_replace": 1})
 GROUPS = f"{ON_TPU} n_routing_groups=8 topk_routing_group=4"
-FEW, MANY = {"fsdp": 16, "expert": 4}, {"fsdp": 8, "expert": 8}
+EP4, EP8 = {"fsdp": 16, "expert": 4}, {"fsdp": 8, "expert": 8}
 COMPILED = {
-    "Mixtral-8x7B, 4 layers, fsdp 16 x expert 4": Case(MIXTRAL, ON_TPU, FEW, RAGGED),
-    "Mixtral-8x7B, ring of experts": Case(MIXTRAL, f"{ON_TPU} use_ring_of_experts=true", FEW, RING),
+    "Mixtral-8x7B, 4 layers, fsdp 16 x expert 4": Case(MIXTRAL, ON_TPU, EP4, RAGGED),
+    "Mixtral-8x7B, ring of experts": Case(MIXTRAL, f"{ON_TPU} use_ring_of_experts=true", EP4, RING),
     "Mixtral-8x7B, fsdp 64": Case(MIXTRAL, ON_TPU, {"fsdp": 64}, Sorted()),
-    "DeepSeek-V3, 3 + 2 layers, fsdp 8 x expert 8": Case(DEEPSEEK, GROUPS, MANY, RAGGED),
-    "DeepSeek-V3, buffers of 1.25": Case(DEEPSEEK, f"{GROUPS} ragged_buffer_factor=1.25", MANY, TIGHT),
-    # The last two were not tuned for.
-    "Qwen3-30B-A3B, 4 layers, fsdp 8 x expert 8": Case(QWEN, ON_TPU, MANY, RAGGED),
+    "DeepSeek-V3, 3 + 2 layers, fsdp 8 x expert 8": Case(DEEPSEEK, GROUPS, EP8, RAGGED),
+    "DeepSeek-V3, buffers of 1.25": Case(DEEPSEEK, f"{GROUPS} ragged_buffer_factor=1.25", EP8, TIGHT),
+    # nnxmoe was not tuned for the last two cases.
+    "Qwen3-30B-A3B, 4 layers, fsdp 8 x expert 8": Case(QWEN, ON_TPU, EP8, RAGGED),
     "DeepSeek-V2-Lite, 1 + 3 layers, fsdp 16 x tensor 4": Case(LITE, ON_TPU, {"fsdp": 16, "tensor": 4}, Sorted()),
 }
 
@@ -120,7 +121,7 @@ WIDTHS = {
 }  # fmt: skip
 LLAMA = Model("llama-3.1-8b", "llama3-8b", WIDTHS | {"intermediate_size": 1408, "rope_scaling": None})
 TINY_MIXTRAL = Model("mixtral-8x7b", "mixtral-8x7b", WIDTHS | {"intermediate_size": 704})
-# On CPUs, MaxText's ring requires megablox, which Pallas interprets, and its ragged exchange does not compile.
+# On CPUs, MaxText's ring requires megablox, in Pallas interpret mode. MaxText's ragged exchange does not compile.
 SPARSE, DENSE = "sparse_matmul=true megablox=false", "sparse_matmul=false"
 MODE_FLAGS = {
     "sparse ring EP8": "sparse_matmul=true megablox=true use_ring_of_experts=true",
@@ -133,18 +134,18 @@ MODE_FLAGS = {
 
 
 def _steps(dtype: str) -> dict[str, Case]:
-    """Return steps on eight devices in each mode, and on one device."""
+    """Return the CPU cases: DeepSeek-V3 in each mode on eight devices, and Llama and Mixtral on one device."""
     modes = MODES | {"capacity 1.5 EP8": (Capacity(1.5), "expert", 0.0, 0.0)}
-    found = {
+    cases = {
         name: Case(TINY_DEEPSEEK, f"{ON_CPU} {MODE_FLAGS[name]}", {axis: 8}, dispatch, 8, 128, dtype)
         for name, (dispatch, axis, *_) in modes.items()
     }
     for name, remat in (("Llama, one device", True), ("Llama, one device, no remat", False)):
-        found[name] = Case(LLAMA, ON_CPU, {}, Sorted(), 4, 256, dtype, remat)
+        cases[name] = Case(LLAMA, ON_CPU, {}, Sorted(), 4, 256, dtype, remat)
     for name, flags, dispatch in (("dense", DENSE, Dense()), ("sparse", SPARSE, Sorted())):
         flags = f"{ON_CPU} base_moe_mlp_dim=704 {flags}"
-        found[f"Mixtral {name}, one device"] = Case(TINY_MIXTRAL, flags, {}, dispatch, 4, 256, dtype)
-    return {f"{name}, {dtype}": case for name, case in found.items()}
+        cases[f"Mixtral {name}, one device"] = Case(TINY_MIXTRAL, flags, {}, dispatch, 4, 256, dtype)
+    return {f"{name}, {dtype}": case for name, case in cases.items()}
 
 
 STEPS = _steps("float32") | _steps("bfloat16")

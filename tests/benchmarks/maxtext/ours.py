@@ -1,4 +1,4 @@
-"""nnxmoe's training step."""
+"""Worker for nnxmoe's training step."""
 
 import dataclasses
 from pathlib import Path
@@ -24,13 +24,13 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 
 def mesh_of(case: Case, devices: Any = None) -> Mesh:
-    """Return the mesh of the case over all or the given devices."""
+    """Return the mesh of the case over ``devices``. Defaults to all devices."""
     sizes: dict[str, Any] = dict(case.mesh)
     return nnxmoe.make_mesh(**sizes, devices=devices)
 
 
 def strategy(case: Case, mesh: Any, platform: str) -> nnxmoe.Strategy:
-    """Return the platform's strategy with scanned layers, the dispatch of the case and the rules of `train.fit`."""
+    """Return the platform's strategy with scanned layers, the case's dispatch and the rules of `train.fit`."""
     return dataclasses.replace(
         nnxmoe.Strategy.auto(platform),
         dispatch=case.dispatch,
@@ -42,13 +42,13 @@ def strategy(case: Case, mesh: Any, platform: str) -> nnxmoe.Strategy:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Return MaxText's AdamW in the warm-up of 150 steps, with clipped gradients."""
+    """Return MaxText's AdamW with gradient clipping, and the learning-rate warm-up of a run with 150 steps."""
     adam = optax.adamw(optax.linear_schedule(0.0, 3e-5, 15), b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 
 def abstract_step(case: Case, mesh: Any, platform: str) -> tuple[Step, dict[str, jax.ShapeDtypeStruct]]:
-    """Return the step of a model without values, and its batch."""
+    """Return the step of an abstract model, and an abstract batch."""
     config = case.config
     model = model_class(config)(config, strategy(case, mesh, platform), rngs=None, dtype=jnp.dtype(case.dtype))
     rows = jax.ShapeDtypeStruct((case.rows, case.length), jnp.int32)
@@ -56,18 +56,18 @@ def abstract_step(case: Case, mesh: Any, platform: str) -> tuple[Step, dict[str,
 
 
 def prepare(case: Case) -> tuple[worker.Lower, Mesh]:
-    """Prepare the step for the TPU slice."""
+    """Prepare the step for the TPU slice. See `worker.main`."""
     mesh = mesh_of(case, tpu_slice(TOPOLOGY))
     step, batch = abstract_step(case, mesh, "tpu")
-    step.shapes()  # traced once per step; MaxText's side traces its state before lowering, too
+    step.shapes()  # traces the state before lowering is timed, as in ``theirs.py``
     return lambda: step.lower(batch), mesh
 
 
 def start(case: Case, folder: Path) -> tuple[worker.Lower, worker.Advance]:
-    """Start training on the CPU with MaxText's initial weights if the folder has them."""
+    """Start training on the CPU, with MaxText's initial weights if the folder contains them. See `worker.main`."""
     mesh = mesh_of(case) if case.mesh else None
-    chosen = dataclasses.replace(strategy(case, mesh, "cpu"), compute_dtype=jnp.dtype(case.dtype))
-    step = Step(_model(case, chosen, folder / worker.WEIGHTS), optimizer())
+    cpu_strategy = dataclasses.replace(strategy(case, mesh, "cpu"), compute_dtype=jnp.dtype(case.dtype))
+    step = Step(_model(case, cpu_strategy, folder / worker.WEIGHTS), optimizer())
     rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     batch = jax.device_put(dict(zip(FIELDS, worker.tokens(case), strict=True)), rows)
     state = step.init()
@@ -81,12 +81,12 @@ def start(case: Case, folder: Path) -> tuple[worker.Lower, worker.Advance]:
     return lambda: step.lower(batch), advance
 
 
-def _model(case: Case, chosen: nnxmoe.Strategy, weights: Path) -> nnxmoe.CausalLM:
+def _model(case: Case, cpu_strategy: nnxmoe.Strategy, weights: Path) -> nnxmoe.CausalLM:
     if not weights.exists():
-        return model_class(case.config)(case.config, chosen, rngs=nnx.Rngs(0))
-    # MaxText's NNX models store the router's bias as (layers, experts), its checkpoints as (experts, layers).
+        return model_class(case.config)(case.config, cpu_strategy, rngs=nnx.Rngs(0))
+    # MaxText's NNX models store the router bias as (layers, experts). MaxText's checkpoints store (experts, layers).
     tree = {f"params/{name}": a.T if name.endswith("gate/bias") else a for name, a in np.load(weights).items()}
-    return maxtext.from_tree(tree, case.config, chosen)
+    return maxtext.from_tree(tree, case.config, cpu_strategy)
 
 
 if __name__ == "__main__":

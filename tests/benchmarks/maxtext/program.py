@@ -1,4 +1,4 @@
-"""Reads the bytes, the traffic and the collectives of a compiled step from the files that XLA dumps."""
+"""Read the memory, traffic and collectives of a compiled step from XLA's dump."""
 
 import math
 import re
@@ -15,40 +15,40 @@ def figures(dump: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     """Return the figures of the program that XLA dumped to a folder."""
     (assignment,) = dump.glob("*after_optimizations-buffer-assignment.txt")
     text = Path(str(assignment).replace("-buffer-assignment", "")).read_text()
-    found = collectives(text, mesh)
-    runs = {kind: [one for one in found if one.kind == kind] for kind in sorted({one.kind for one in found})}
+    ops = collectives(text, mesh)
+    by_kind = {kind: [op for op in ops if op.kind == kind] for kind in sorted({op.kind for op in ops})}
     return buffers(assignment.read_text()) | {
-        "received": received(found, mesh),
+        "received": received(ops, mesh),
         "kernels": kernel_traffic(text),
         "collectives": {
-            kind: [sum(one.times for one in group), sum(one.total for one in group)] for kind, group in runs.items()
+            kind: [sum(op.times for op in group), sum(op.total for op in group)] for kind, group in by_kind.items()
         },
     }
 
 
 def buffers(assignment: str) -> dict[str, int]:
-    """Return the bytes of arguments and temporary buffers in HBM. Other memories have a color."""
+    """Return the bytes of arguments and temporary buffers in HBM. Buffers in other memory spaces have a color."""
     allocations = re.findall(r"allocation \d+: size (\d+), (color \d+, )?page \d+, (\S+)", assignment)
     in_hbm = [(int(size), kind) for size, color, kind in allocations if not color]
     kinds = {"arguments": "parameter", "temporary": "preallocated-temp"}
     return {name: sum(size for size, kind in in_hbm if kind.startswith(start)) for name, start in kinds.items()}
 
 
-def received(found: Sequence[Collective], mesh: Mapping[str, int]) -> float:
+def received(ops: Sequence[Collective], mesh: Mapping[str, int]) -> float:
     """Return the bytes that a device receives if every collective runs in a ring.
 
-    A ragged exchange counts with its whole buffer.
+    A ragged exchange counts as its whole buffer.
     """
     total = 0.0
-    for one in found:
-        devices = math.prod(mesh[axis] for axis in one.axes)
-        passes = {"all-reduce": 2.0}.get(one.kind, 1.0)
-        total += one.total * (1.0 if one.kind == "collective-permute" else passes * (1 - 1 / devices))
+    for op in ops:
+        devices = math.prod(mesh[axis] for axis in op.axes)
+        passes = {"all-reduce": 2.0}.get(op.kind, 1.0)
+        total += op.total * (1.0 if op.kind == "collective-permute" else passes * (1 - 1 / devices))
     return total
 
 
 def kernel_traffic(text: str) -> int:
-    """Return the bytes that the experts' Pallas kernels read and write, by the kernels' own cost estimates."""
+    """Return the bytes that the experts' Pallas kernels access, according to the kernels' cost estimates."""
     return sum(
         instruction.times * int(cost[1])
         for instruction in instructions(text)

@@ -1,4 +1,4 @@
-"""MaxText's training step, built by the functions of its trainer and of its ahead-of-time compilation."""
+"""Worker for MaxText's training step, which uses the functions of MaxText's trainer and ``train_compile.py``."""
 
 import contextlib
 import os
@@ -28,17 +28,17 @@ FIELDS = ("inputs", "targets", "inputs_segmentation", "inputs_position", "target
 
 
 def prepare(case: Case) -> tuple[worker.Lower, Any]:
-    """Prepare the step for the TPU slice, as ``train_compile.py`` does."""
+    """Prepare the step for the TPU slice, as ``train_compile.py`` does. See `worker.main`."""
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     os.environ["LIBTPU_INIT_ARGS"] = "--xla_tpu_spmd_rng_bit_generator_unsafe=true"
     config = _config(case)
     mesh = train_compile.get_topology_mesh(config)
     arguments, named, state, _, model = train_compile.get_shaped_inputs(mesh, config)
     params, state = sharding.maybe_update_params_sharding_with_opt(config, state)
-    given = sharding.build_zero1_input_state_mesh_shardings(config, state, params)
-    data = sharding.get_input_data_sharding(config, mesh)
+    state_shardings = sharding.build_zero1_input_state_mesh_shardings(config, state, params)
+    data_sharding = sharding.get_input_data_sharding(config, mesh)
     step, inputs, outputs, static, donated = maxtext_utils.get_functional_train_with_signature(
-        train.train_step, data, given, model, config, params
+        train.train_step, data_sharding, state_shardings, model, config, params
     )
     run = jax.jit(step, in_shardings=inputs, out_shardings=outputs, static_argnums=static, donate_argnums=donated)
 
@@ -50,7 +50,7 @@ def prepare(case: Case) -> tuple[worker.Lower, Any]:
 
 
 def start(case: Case, folder: Path) -> tuple[worker.Lower, worker.Advance]:
-    """Start training on the CPU, and write the initial weights to the folder."""
+    """Start training on the CPU, and write the initial weights to the folder. See `worker.main`."""
     config = _config(case)
     _, _, shardings, _, mesh, *_, training = train_utils.setup_train_loop(config, None)
     parts = nnx.to_flat_state(nnx.state(training.model))

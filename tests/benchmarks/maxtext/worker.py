@@ -1,4 +1,4 @@
-"""Process of one side. It compiles a step for the TPU slice, or runs steps whenever the parent writes a line.
+"""Worker process of one side. It compiles a step for the TPU slice, or runs one step per line on stdin.
 
 python -m tests.benchmarks.maxtext.SIDE {compile,steps} CASE FOLDER
 """
@@ -16,19 +16,19 @@ import numpy as np
 
 from tests.benchmarks.maxtext.cases import CASES, Case
 
-WEIGHTS = "weights.npz"  # MaxText's initial weights, which our side loads
-RESULT = "RESULT "  # starts the lines for the parent, since the libraries print too
+WEIGHTS = "weights.npz"  # MaxText's initial weights, which the nnxmoe side loads
+RESULT = "RESULT "  # prefix of the lines for the parent process, because the libraries also print
 LOWERED = "lowered.json"
 Lower = Callable[[], Any]
 Advance = Callable[[Any], float]
 
 
 def tokens(case: Case) -> tuple[np.ndarray, ...]:
-    """Return random tokens and targets, segment ids of 1, and positions."""
-    drawn = np.random.RandomState(0).randint(0, case.config.vocab_size, (case.rows, case.length + 1)).astype(np.int32)
+    """Return random tokens, their targets, segment ids that are all 1, and positions."""
+    ids = np.random.RandomState(0).randint(0, case.config.vocab_size, (case.rows, case.length + 1)).astype(np.int32)
     shape = case.rows, case.length
     positions = np.broadcast_to(np.arange(case.length, dtype=np.int32), shape)
-    return drawn[:, :-1], drawn[:, 1:], np.ones(shape, np.int32), positions
+    return ids[:, :-1], ids[:, 1:], np.ones(shape, np.int32), positions
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -47,8 +47,8 @@ def main(
 
     Args:
         prepare: Returns a function that lowers the step for the TPU slice, and the mesh.
-        start: Returns a function that lowers the step for the CPU, and a function that runs a step of the compiled
-            program and returns its loss.
+        start: Returns a function that lowers the step for the CPU, and a function that runs one step with the compiled
+            program and returns the loss.
         packages: Packages whose versions are recorded.
     """
     command, case, folder = sys.argv[1:]
@@ -58,7 +58,7 @@ def main(
         return _serve(*start(CASES[case], Path(folder)), record)
     lower, mesh = prepare(CASES[case])
     lowered, cpu, _ = timed(lower)
-    # The parent kills the process when XLA has dumped the program, unless it waits for the executable.
+    # Without ``--full``, the parent process kills this process after XLA has dumped the program.
     record |= {"mesh": dict(mesh.shape), "lower_cpu": cpu, "until_lowered_cpu": time.process_time()}
     Path(folder, LOWERED).write_text(json.dumps(record))
     _, cpu, wall = timed(lowered.compile)
