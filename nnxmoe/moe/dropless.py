@@ -1,21 +1,17 @@
 """Dropless dispatch: a fallback for layers whose assignments exceed the buffers of another dispatch."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_object
-from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, Sorted, dispatch_info, mask_padding
+from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, Sorted, dispatch_info
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.router import Routing
-from nnxmoe.sharding import context_shard_axes
-from nnxmoe.sharding_rules import shard_count
 
 
 @runtime_checkable
@@ -70,28 +66,3 @@ class Dropless:
         # Without `jax.checkpoint`, every layer would reserve memory for the fallback's activations.
         fallback = jax.checkpoint(lambda: run(self.fallback))
         return jax.lax.cond(self.inner.fits(routing, mesh), lambda: run(self.inner), fallback)
-
-
-def shard_load(routing: Routing, mesh: AnyMesh | None, row_axes: Sequence[str]) -> tuple[Int[Array, ""], int]:
-    """Compute the largest and the balanced load of an expert shard in an exchange.
-
-    Args:
-        routing: Routing of all tokens.
-        mesh: Device mesh.
-        row_axes: Mesh axes that shard the batch. The last axis also shards the experts. Devices along the last axis
-            exchange rows.
-
-    Returns:
-        The largest number of assignments that any expert shard receives in any group of devices that exchange rows, and
-        the number of assignments per expert shard if the routing is balanced.
-    """
-    if mesh is None or mesh.shape[row_axes[-1]] == 1:  # no exchange
-        return jnp.zeros((), jnp.int32), 1
-    batch, length, _ = routing.experts.shape
-    shards, groups = mesh.shape[row_axes[-1]], shard_count(mesh, row_axes[:-1])
-    token_shards = shard_count(mesh, context_shard_axes(length, mesh))
-    # Padding has the expert id E. Its owner is out of range, so `one_hot` does not count it.
-    owners = mask_padding(routing).ids // (routing.scores.shape[-1] // shards)
-    counts = jnp.sum(jax.nn.one_hot(owners, shards, dtype=jnp.int32), axis=2)
-    loads = jnp.sum(counts.reshape(groups, batch // groups, token_shards, -1, shards), axis=(1, 3))
-    return jnp.max(loads), owners.size // (groups * shards * token_shards)

@@ -7,6 +7,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -18,13 +19,13 @@ from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorted, dispatch_info, mask_padding
-from nnxmoe.moe.dropless import shard_load
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.permute import clip_to_capacity, permute, unpermute, weighted_sum
-from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
+from nnxmoe.moe.permute import permute, unpermute, weighted_sum
+from nnxmoe.moe.ragged import ExchangePlan, ragged_all_to_all
 from nnxmoe.moe.router import Routing
 from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
-from nnxmoe.sharding import batch_axes
+from nnxmoe.sharding import batch_axes, context_shard_axes
+from nnxmoe.sharding_rules import shard_count
 
 
 class Exchange(Protocol):
@@ -82,16 +83,16 @@ class ExpertParallel:
 
     def needed_factor(self, routing: Routing, mesh: AnyMesh | None = None) -> Float[Array, ""]:
         """Return the smallest buffer factor at which this routing drops no assignments."""
-        return jnp.divide(*shard_load(routing, mesh, self._row_axes(mesh)))
+        return jnp.divide(*_shard_load(routing, mesh, self._row_axes(mesh)))
 
     def fits(self, routing: Routing, mesh: AnyMesh | None = None) -> Bool[Array, ""]:
         """Return whether this routing drops no assignments. Raises ValueError without a ``buffer_factor``."""
         if not isinstance(self.exchange, BufferedExchange) or self.exchange.buffer_factor is None:
             raise ValueError(
-                f"ExpertParallel(…, {self.exchange}) has no buffer_factor, so it drops no assignments. Use it without "
-                "Dropless, or use RaggedAllToAll(buffer_factor)"
+                f"ExpertParallel(…, {self.exchange}): only an exchange with a buffer_factor and without chunks can be "
+                "checked for drops, such as RaggedAllToAll(buffer_factor)"
             )
-        load, balanced = shard_load(routing, mesh, self._row_axes(mesh))
+        load, balanced = _shard_load(routing, mesh, self._row_axes(mesh))
         return load <= max(1, math.ceil(self.exchange.buffer_factor * balanced))
 
     def __call__(
@@ -116,6 +117,31 @@ class ExpertParallel:
         body = functools.partial(self.exchange, axis=self.axis)
         y, dropped = shard_map_dispatch(body, x, mask_padding(routing), experts, mesh, axes, self.axis)
         return y.astype(x.dtype), dispatch_info(routing, jnp.sum(dropped), dropped)
+
+
+def _shard_load(routing: Routing, mesh: AnyMesh | None, row_axes: Sequence[str]) -> tuple[Int[Array, ""], int]:
+    """Compute the largest and the balanced load of an expert shard in an exchange.
+
+    Args:
+        routing: Routing of all tokens.
+        mesh: Device mesh.
+        row_axes: Mesh axes that shard the batch. The last axis also shards the experts. Devices along the last axis
+            exchange rows.
+
+    Returns:
+        The largest load and the balanced load. A load is the number of assignments that an expert shard receives. The
+        largest load covers all groups of devices that exchange rows.
+    """
+    if mesh is None or mesh.shape[row_axes[-1]] == 1:  # no exchange
+        return jnp.zeros((), jnp.int32), 1
+    batch, length, _ = routing.experts.shape
+    shards, groups = mesh.shape[row_axes[-1]], shard_count(mesh, row_axes[:-1])
+    token_shards = shard_count(mesh, context_shard_axes(length, mesh))
+    # Padding has the expert id E. Its owner is out of range, so `one_hot` does not count it.
+    owners = mask_padding(routing).ids // (routing.scores.shape[-1] // shards)
+    counts = jnp.sum(jax.nn.one_hot(owners, shards, dtype=jnp.int32), axis=2)
+    loads = jnp.sum(counts.reshape(groups, batch // groups, token_shards, -1, shards), axis=(1, 3))
+    return jnp.max(loads), owners.size // (groups * shards * token_shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,55 +187,6 @@ class RaggedAllToAll(BufferedExchange):
         # `combine` would need up to 10 % more memory in a training step of DeepSeek-V3 (compiled for TPU v5p).
         token_rows = unpermute(returned_rows, order).reshape(tokens, experts_per_token, -1)
         return weighted_sum(weights, token_rows, axis=1).reshape(x.shape), plan.dropped
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ExchangePlan:
-    """Rows that one shard sends and receives, on an axis with S shards and L experts per shard.
-
-    Attributes:
-        send: Rows to send to each expert of each shard.
-        receive: Rows to receive from each shard for each local expert. The receive buffer is sorted by local expert,
-            and within each expert by sender.
-        sizes: Number of received rows per local expert.
-        dropped: Number of rows that are assigned to this shard's experts but do not fit into the receive buffer.
-    """
-
-    send: TransferPlan
-    receive: TransferPlan
-    sizes: Int[Array, "L"]
-    dropped: Int[Array, ""]
-
-    @classmethod
-    def from_counts(cls, counts: Int[Array, "S S L"], shard: Int[Array, ""], capacity: int) -> "ExchangePlan":
-        """Plan the exchange of one shard. If the receive buffer is too small, rows of the last senders are dropped.
-
-        Args:
-            counts: ``counts[s, r, l]`` is the number of rows that shard s sends to expert l of shard r.
-            shard: Index of this shard.
-            capacity: Number of rows in the receive buffer. Excess rows are dropped.
-        """
-        shards, _, local_experts = counts.shape
-        by_receiver = counts.swapaxes(0, 1).reshape(shards, -1)  # by sender, then by expert
-        accepted = jax.vmap(clip_to_capacity, (0, None))(by_receiver, capacity)
-        accepted = accepted.reshape(shards, shards, local_experts).swapaxes(0, 1)  # in the axis order of ``counts``
-        send_offsets = _offsets(counts)
-        receive_offsets = _offsets(accepted.transpose(1, 2, 0)).transpose(2, 0, 1)  # by expert, then by sender
-        sent = send_offsets[shard], accepted[shard], receive_offsets[shard]
-        received = receive_offsets[:, shard], accepted[:, shard], send_offsets[:, shard]
-        return cls(
-            send=TransferPlan(*sent),
-            receive=TransferPlan(*received),
-            sizes=jnp.sum(accepted[:, shard], axis=0, dtype=jnp.int32),
-            dropped=jnp.sum(counts[:, shard]) - jnp.sum(accepted[:, shard]),
-        )
-
-
-def _offsets(sizes: Int[Array, "S M N"]) -> Int[Array, "S M N"]:
-    """Return the first row of each of the M * N consecutive ranges in each of S arrays."""
-    flat_sizes = sizes.reshape(len(sizes), -1)
-    return (jnp.cumsum(flat_sizes, axis=1) - flat_sizes).reshape(sizes.shape)
 
 
 @dataclasses.dataclass(frozen=True)

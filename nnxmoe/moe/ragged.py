@@ -1,5 +1,6 @@
 """Ragged all-to-all: the shards of a mesh axis exchange variable numbers of rows."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.linear.multilinear import multilinear
-from nnxmoe.moe.permute import take_or_zero
+from nnxmoe.moe.permute import clip_to_capacity, take_or_zero
 
 
 class TransferPlan(NamedTuple):
@@ -22,6 +23,55 @@ class TransferPlan(NamedTuple):
     offsets: Int[Array, "S L"]
     sizes: Int[Array, "S L"]
     remote_offsets: Int[Array, "S L"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExchangePlan:
+    """Rows that one shard sends and receives, on an axis with S shards and L experts per shard.
+
+    Attributes:
+        send: Rows to send to each expert of each shard.
+        receive: Rows to receive from each shard for each local expert. The receive buffer is sorted by local expert,
+            and within each expert by sender.
+        sizes: Number of received rows per local expert.
+        dropped: Number of rows that are assigned to this shard's experts but do not fit into the receive buffer.
+    """
+
+    send: TransferPlan
+    receive: TransferPlan
+    sizes: Int[Array, "L"]
+    dropped: Int[Array, ""]
+
+    @classmethod
+    def from_counts(cls, counts: Int[Array, "S S L"], shard: Int[Array, ""], capacity: int) -> "ExchangePlan":
+        """Plan the exchange of one shard. If the receive buffer is too small, rows of the last senders are dropped.
+
+        Args:
+            counts: ``counts[s, r, l]`` is the number of rows that shard s sends to expert l of shard r.
+            shard: Index of this shard.
+            capacity: Number of rows in the receive buffer. Excess rows are dropped.
+        """
+        shards, _, local_experts = counts.shape
+        by_receiver = counts.swapaxes(0, 1).reshape(shards, -1)  # by sender, then by expert
+        accepted = jax.vmap(clip_to_capacity, (0, None))(by_receiver, capacity)
+        accepted = accepted.reshape(shards, shards, local_experts).swapaxes(0, 1)  # in the axis order of ``counts``
+        send_offsets = _offsets(counts)
+        receive_offsets = _offsets(accepted.transpose(1, 2, 0)).transpose(2, 0, 1)  # by expert, then by sender
+        sent = send_offsets[shard], accepted[shard], receive_offsets[shard]
+        received = receive_offsets[:, shard], accepted[:, shard], send_offsets[:, shard]
+        return cls(
+            send=TransferPlan(*sent),
+            receive=TransferPlan(*received),
+            sizes=jnp.sum(accepted[:, shard], axis=0, dtype=jnp.int32),
+            dropped=jnp.sum(counts[:, shard]) - jnp.sum(accepted[:, shard]),
+        )
+
+
+def _offsets(sizes: Int[Array, "S M N"]) -> Int[Array, "S M N"]:
+    """Return the first row of each of the M * N consecutive ranges in each of S arrays."""
+    flat_sizes = sizes.reshape(len(sizes), -1)
+    return (jnp.cumsum(flat_sizes, axis=1) - flat_sizes).reshape(sizes.shape)
 
 
 def ragged_all_to_all(

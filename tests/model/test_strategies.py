@@ -33,9 +33,9 @@ from nnxmoe.moe import expert_parallel
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.expert_biases import ExpertBiases
-from nnxmoe.moe.expert_parallel import ExchangePlan, buffer_size, min_chunks
+from nnxmoe.moe.expert_parallel import buffer_size, min_chunks
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.ragged import ragged_all_to_all
+from nnxmoe.moe.ragged import ExchangePlan, ragged_all_to_all
 from nnxmoe.moe.router import BalancedTopK, LogitBias, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.sharding_rules import sharding_of
 from tests.support.arrays import max_error

@@ -118,22 +118,6 @@ _SLOTS = 4  # additional microbatch buffers of a pipeline stage, for receiving, 
 _LOGITS = 3 * 4  # bytes per logit: the loss holds three float32 arrays per chunk of logits
 
 
-def _kernel_bytes(step: PlannedStep, is_tpu: bool) -> float:
-    """Return the temporary bytes per element of one layer's gathered kernels."""
-    if step.mesh.shape["expert"] == 1:
-        return _KERNEL_BYTES_FROZEN if step.work.lora else _KERNEL_BYTES
-    if is_tpu:
-        return _KERNEL_BYTES_EXCHANGE_TPU
-    return _KERNEL_BYTES_FROZEN if step.work.lora else _KERNEL_BYTES_EXCHANGE
-
-
-def _live_routed(step: PlannedStep, is_tpu: bool) -> float:
-    """Return the number of live arrays per input or output feature of the experts, with an exchange."""
-    if is_tpu:
-        return _LIVE_ROUTED_EXCHANGE_TPU
-    return _LIVE_ROUTED_EXCHANGE if step.chunks == 1 else _LIVE_ROUTED_CHUNKS
-
-
 def _temporary(step: PlannedStep, is_tpu: bool) -> int:
     """Estimate the temporary bytes of a training step without the gradients.
 
@@ -219,3 +203,19 @@ def _activation_bytes(step: PlannedStep, run: _LayerRun, is_tpu: bool) -> float:
             _LIVE * tokens * attention_width, _LIVE * tokens * other_width + _LIVE_ROUTED * rows * routed_width
         )
     return elements * VALUES / step.mesh.shape["tensor"]
+
+
+def _kernel_bytes(step: PlannedStep, is_tpu: bool) -> float:
+    """Return the temporary bytes per element of one layer's gathered kernels."""
+    if step.mesh.shape["expert"] == 1:
+        return _KERNEL_BYTES_FROZEN if step.work.lora else _KERNEL_BYTES
+    if is_tpu:
+        return _KERNEL_BYTES_EXCHANGE_TPU
+    return _KERNEL_BYTES_FROZEN if step.work.lora else _KERNEL_BYTES_EXCHANGE
+
+
+def _live_routed(step: PlannedStep, is_tpu: bool) -> float:
+    """Return the number of live arrays per input or output feature of the experts, with an exchange."""
+    if is_tpu:
+        return _LIVE_ROUTED_EXCHANGE_TPU
+    return _LIVE_ROUTED_EXCHANGE if step.chunks == 1 else _LIVE_ROUTED_CHUNKS

@@ -91,7 +91,7 @@ def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
         sums.add("all-gather", axes, param.role, size * param.stored * fraction, times * passes)
     if not work.train or not param.trained or work.lora:
         return
-    itemsize = work.reduced if param.kernel or param.role == "head" else STATE
+    itemsize = work.reduction_itemsize if param.kernel or param.role == "head" else STATE
     if is_gathered:
         sums.add("reduce-scatter", axes, param.role, size * itemsize * fraction, times)
     replicated_axes = tuple(axis for axis in token_axes if axis not in param.axes)

@@ -79,7 +79,7 @@ class Work:
         return None if self.microbatches is None else Pipeline(self.microbatches)
 
     @property
-    def reduced(self) -> int:
+    def reduction_itemsize(self) -> int:
         """Bytes per element of a kernel gradient in the sum over devices."""
         dtype = jnp.float32 if self.microbatches is not None else self.reduce_dtype or jnp.bfloat16
         return jnp.dtype(dtype).itemsize
