@@ -11,7 +11,7 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
@@ -102,8 +102,13 @@ class CappedTopK(SigmoidGroupTopK):
 
     cap: float
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        return super().__call__(self.cap * jnp.tanh(logits / self.cap), bias)
+    def __call__(
+        self,
+        logits: Float[Array, "*rows E"],
+        bias: Float[Array, "E"] | None,
+        experts: Int[Array, "*rows X"] | None = None,
+    ) -> Routing:
+        return super().__call__(self.cap * jnp.tanh(logits / self.cap), bias, experts)
 
 
 class Laguna(CausalLM):

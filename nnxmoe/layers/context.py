@@ -52,6 +52,8 @@ class Context:
         fresh: Whether the cache was empty before the pass. If so, tokens attend to each other without reading the
             cache.
         request: Outputs that each layer returns.
+        experts: Given expert ids of a layer, or of all layers of a stack. Tokens with negative ids select their own
+            experts. ``None`` if all tokens do.
     """
 
     index: Int[Array, "S"] | Int[Array, "B S"]
@@ -64,6 +66,7 @@ class Context:
     rotations: Rotations = dataclasses.field(default_factory=Rotations)
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
     request: OutputRequest = dataclasses.field(default=OutputRequest(), metadata={"static": True})
+    experts: Integer[Array, "B L T X"] | Integer[Array, "B T X"] | None = None
 
     @classmethod
     def from_lengths(
@@ -96,18 +99,29 @@ class Context:
         valid = index < counts[:, None]
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
-    def for_layer(self, index: int | Int[Array, ""], *, last_token_only: bool | None = None) -> Self:
-        """Return the context of one layer or stack.
+    def for_layer(self, index: int | Int[Array, ""], *, last_token_only: bool) -> Self:
+        """Return the context of one layer of a stack.
 
         Args:
-            index: Index of the layer or stack, folded into the random key.
-            last_token_only: Value for ``request.last_token_only``. If ``None``, the value is unchanged.
+            index: Index of the layer in the stack, folded into the random key.
+            last_token_only: Value for ``request.last_token_only``.
         """
-        key = None if self.key is None else jax.random.fold_in(self.key, index)
-        request = self.request
-        if last_token_only is not None:
-            request = dataclasses.replace(request, last_token_only=last_token_only)
-        return dataclasses.replace(self, key=key, request=request)
+        experts = self.experts
+        if experts is not None:
+            experts = jax.lax.dynamic_index_in_dim(experts, index, 1, keepdims=False)
+        request = dataclasses.replace(self.request, last_token_only=last_token_only)
+        return dataclasses.replace(self.fold_key(index), request=request, experts=experts)
+
+    def fold_key(self, index: int | Int[Array, ""]) -> Self:
+        """Fold ``index`` into the random key."""
+        return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
+
+    def given_experts(self) -> Int[Array, "B T X"] | None:
+        """Return the given expert ids of the layer, with -1 for padding."""
+        if self.experts is None:
+            return None
+        experts = self.experts.astype(jnp.int32)
+        return experts if self.valid is None else jnp.where(self.valid[..., None], experts, -1)
 
     def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T_out ..."]:
         """Select the tokens whose output is requested: all tokens, or only the last token."""
@@ -121,7 +135,8 @@ class Context:
         """Restrict the context to the tokens whose output is requested."""
         valid = None if self.valid is None else self.output_tokens(self.valid)
         tokens = None if self.tokens is None else self.output_tokens(self.tokens)
-        return dataclasses.replace(self, valid=valid, tokens=tokens)
+        experts = None if self.experts is None else self.output_tokens(self.experts)
+        return dataclasses.replace(self, valid=valid, tokens=tokens, experts=experts)
 
     def rotate(
         self, x: Float[Array, "B T_out N H"], rope: Rope | None, rotate: RotateFn

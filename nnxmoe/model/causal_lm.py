@@ -28,6 +28,7 @@ from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import Kernel, as_weight
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.model.given_routing import check_routing
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.layerwise import layerwise_program
 from nnxmoe.model.output import EVERYTHING, Body, ByLayer, Ids, Output, TokenMask, drop_routing
@@ -271,6 +272,7 @@ class CausalLM(nnx.Module):
         return_hidden: bool = False,
         key: Key[Array, ""] | None = None,
         *,
+        routing: Mapping[int, Any] | Array | np.ndarray | Sequence[Any] | None = None,
         input_ids: Ids | Sequence[Sequence[int]] | None = None,
     ) -> Output:
         """Compute logits ``[B, T, V]`` in float32.
@@ -289,6 +291,9 @@ class CausalLM(nnx.Module):
             segment_ids: ``[B, T]``. Tokens attend only to tokens of the same segment (packed documents).
             cache: A cache from `empty_cache`.
             key: Random key for the router's jitter, if the config has jitter. None disables jitter.
+            routing: Given experts: the routing of an `Output` or `Completion`, expert ids ``[B, T, X]`` by layer index,
+                or ids ``[B, T, L, X]`` of the L MoE layers. Weights are computed from the current router logits.
+                Tokens with the id -1 select their own experts. Ids of padding are ignored.
             input_ids: Alias of ``tokens``, as in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
         Raises:
@@ -300,6 +305,7 @@ class CausalLM(nnx.Module):
             raise ValueError("pass either tokens or input_ids (the name in transformers), not both")
         tokens = input_ids if tokens is None else tokens
         inputs = check_inputs(self.vocab_size, tokens, attention_mask, positions, segment_ids)
+        inputs = inputs._replace(routing=check_routing(self, routing, np.shape(inputs.tokens)))
         lengths, width = lengths_after_pass(inputs, cache), np.shape(inputs.tokens)[1]
         if lengths is not None and positions is None and not isinstance(inputs.tokens, Tracer):
             warn_beyond_positions(self, int(lengths.max()))
@@ -308,7 +314,7 @@ class CausalLM(nnx.Module):
         if is_traced(self, (inputs, cache, key)) or is_stateful(self):
             return self._forward_uncompiled(inputs, *options)
         is_unpadded = self.mesh is not None or (cache is not None and width == 1) or not self.token_independent(key)
-        program = (layerwise_program if key is None else model_program)(self, CausalLM.forward, static=(6, 7, 8))
+        program = (layerwise_program if key is None else model_program)(self, CausalLM.forward, static=(7, 8, 9))
         out = program(*(inputs if is_unpadded else pad_inputs(inputs)), *options)
         if is_stateful(self):  # tracing the program detects stateful modules
             return self._forward_uncompiled(inputs, *options)
@@ -333,6 +339,7 @@ class CausalLM(nnx.Module):
         attention_mask: TokenMask | None,
         positions: Ids | None,
         segment_ids: Ids | None,
+        routing: ByLayer | None,
         cache: Cache | None,
         key: Key[Array, ""] | None,
         return_routing: bool,
@@ -341,12 +348,13 @@ class CausalLM(nnx.Module):
     ) -> Output:
         """Compute the output of a call from arrays. Set ``fresh`` only if the cache is empty (see `body`)."""
         request = OutputRequest(all_hidden=return_hidden, reduce_routing=None if return_routing else drop_routing)
-        body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, request, fresh=fresh)
-        routing, dispatch = None, None
+        options: dict[str, Any] = {"fresh": fresh, "routing": routing}
+        body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, request, **options)
+        layer_routing, dispatch = None, None
         if return_routing:
-            routing = ByLayer({i: info.routing for i, info in body.infos.items()})
+            layer_routing = ByLayer({i: info.routing for i, info in body.infos.items()})
             dispatch = ByLayer({i: info.dispatch for i, info in body.infos.items()})
-        return Output(self.logits(body.x), body.cache, routing, body.hidden if return_hidden else None, dispatch)
+        return Output(self.logits(body.x), body.cache, layer_routing, body.hidden if return_hidden else None, dispatch)
 
     def body(
         self,
@@ -359,6 +367,7 @@ class CausalLM(nnx.Module):
         request: OutputRequest = EVERYTHING,
         *,
         fresh: bool = False,
+        routing: ByLayer | None = None,
     ) -> Body:
         """Compute the normalized input of the output head, for callers that need logits of only some tokens.
 
@@ -367,6 +376,7 @@ class CausalLM(nnx.Module):
                 skip the other tokens (except their keys and values), its ``infos`` and ``hidden`` cover the last token
                 only.
             fresh: Whether the cache is known to be empty. Attention then does not read the cache's slots.
+            routing: Given expert ids ``[B, T, X]`` by layer, from `check_routing`.
 
         Raises:
             ValueError: ``fresh`` is True, but the cache is known to contain tokens.
@@ -379,7 +389,7 @@ class CausalLM(nnx.Module):
         context = dataclasses.replace(context, request=request)
         depths = [stack.depth for stack in self.stacks]
         with reduce_gradients_in(self.reduce_dtype or self.dtype, self.mesh):
-            out = run_stacks(self.stacks, depths, embeddings, context, caches)
+            out = run_stacks(self.stacks, depths, embeddings, context, caches, routing)
         head_input, hidden, mtp_hidden = self._finish(embeddings, out.x, out.hidden, shared_cache, request)
         cache = None if shared_cache is None else dataclasses.replace(shared_cache, layers=out.cache)
         return Body(head_input, cache, out.infos, hidden, mtp_hidden)

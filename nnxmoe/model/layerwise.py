@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.xla_cpu import on_cpu
-from nnxmoe.model.output import EVERYTHING, Body, OutputRequest
+from nnxmoe.model.output import EVERYTHING, Body, ByLayer, OutputRequest
 from nnxmoe.model.program import jit_function, model_program, split_for_program
 from nnxmoe.model.stack import UnrolledStack, run_stacks
 
@@ -86,6 +86,7 @@ class LayerwiseModel:
         request: OutputRequest = EVERYTHING,
         *,
         fresh: bool = False,
+        routing: ByLayer | None = None,
     ) -> Body:
         """Compute `CausalLM.body` without a random key."""
         parts = self._parts
@@ -96,7 +97,7 @@ class LayerwiseModel:
         depths = [run.depth for run in parts.runs]
         runs = [functools.partial(self._run_layers, run) for run in parts.runs]
         caches = [None] * len(runs) if cache is None else _regroup(cache.layers, depths)
-        out = run_stacks(runs, depths, embeddings, context, caches)
+        out = run_stacks(runs, depths, embeddings, context, caches, routing)
         outputs = embeddings, out.x, out.hidden, shared_cache, request
         head_input, hidden, mtp_hidden = parts.finish(self._outer, *outputs)
         if cache is not None:

@@ -206,7 +206,7 @@ class PipelinedStack(ScannedStack):
                 select = functools.partial(jax.lax.dynamic_index_in_dim, index=layout.place(microbatch), keepdims=False)
                 stage_context = jax.tree.unflatten(tree_of_context, [select(a) if a.ndim > 1 else a for a in leaves])
                 first_layer = first + stage * (self.count // layout.stages)
-                stage_context = stage_context.for_layer(microbatch)
+                stage_context = stage_context.fold_key(microbatch)
                 y, _, infos, hidden = scan_layers(self.layer, state, self.remat, x, stage_context, None, first_layer)
                 return y, (infos, hidden)
 

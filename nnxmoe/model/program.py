@@ -22,12 +22,13 @@ from nnxmoe.sharding import is_static
 
 
 class ModelInputs(NamedTuple):
-    """Input arrays ``[B, T]`` of a model. Optional arrays may be None."""
+    """Input arrays ``[B, T]`` of a model, and given expert ids ``[B, T, X]`` by layer. Optional inputs may be None."""
 
     tokens: Any
     attention_mask: Any
     positions: Any
     segment_ids: Any
+    routing: ByLayer | None = None
 
 
 def check_inputs(vocab_size: int, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any) -> ModelInputs:
@@ -37,11 +38,12 @@ def check_inputs(vocab_size: int, tokens: Any, attention_mask: Any, positions: A
         ValueError: A dtype or shape is wrong, or a token id is outside the vocabulary. Traced ids are not checked.
     """
     arguments = {"tokens": tokens, "attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
-    inputs = ModelInputs(**{name: _as_array(name, value) for name, value in arguments.items()})
+    inputs = ModelInputs(*(_as_array(name, value) for name, value in arguments.items()))
     shape, dtype = np.shape(inputs.tokens), getattr(inputs.tokens, "dtype", type(inputs.tokens))
     if len(shape) != 2 or 0 in shape or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], got {dtype} {list(shape)}")
-    for name, array in inputs._asdict().items():
+    for name in arguments:
+        array = getattr(inputs, name)
         if array is not None and np.shape(array) != shape:
             raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
     if not isinstance(inputs.tokens, Tracer):
@@ -140,8 +142,11 @@ def pad_inputs(inputs: ModelInputs) -> ModelInputs:
     batch, length = np.shape(inputs.tokens)
     padding = bucket_size(length, 64) - length
     mask = np.ones((batch, length), bool) if inputs.attention_mask is None else np.asarray(inputs.attention_mask) != 0
-    arrays = inputs._replace(attention_mask=mask)
-    return ModelInputs(*(None if a is None else np.pad(np.asarray(a), ((0, 0), (0, padding))) for a in arrays))
+
+    def pad(array: Any) -> np.ndarray:
+        return np.pad(np.asarray(array), ((0, 0), (0, padding), *((0, 0),) * (np.ndim(array) - 2)))
+
+    return jax.tree.map(pad, inputs._replace(attention_mask=mask))
 
 
 def remove_padding(out: Output, length: int, all_real: bool) -> Output:

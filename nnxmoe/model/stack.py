@@ -52,7 +52,12 @@ def concatenate_layers(x: PyTree, outputs: Sequence[Body], depths: Sequence[int]
 
 
 def run_stacks(
-    stacks: Sequence[Callable[..., Body]], depths: Sequence[int], x: Any, context: Context, caches: Sequence[Any]
+    stacks: Sequence[Callable[..., Body]],
+    depths: Sequence[int],
+    x: Any,
+    context: Context,
+    caches: Sequence[Any],
+    routing: ByLayer | None = None,
 ) -> Body:
     """Run consecutive stacks. Only the last stack skips tokens whose output is not requested.
 
@@ -62,13 +67,26 @@ def run_stacks(
         x: Input of the first layer.
         context: Context of all layers.
         caches: The cache of each stack, or None.
+        routing: Given expert ids ``[B, T, X]`` by layer, or None.
     """
-    outputs = []
-    for i, (stack, cache) in enumerate(zip(stacks, caches, strict=True)):
+    outputs, first_layer = [], 0
+    for i, (stack, depth, cache) in enumerate(zip(stacks, depths, caches, strict=True)):
         last_token_only = context.request.last_token_only and i + 1 == len(stacks)
-        outputs.append(stack(x, context=context.for_layer(i, last_token_only=last_token_only), cache=cache))
-        x = outputs[-1].x
+        request = dataclasses.replace(context.request, last_token_only=last_token_only)
+        experts = None if routing is None else _stack_experts(routing, range(first_layer, first_layer + depth))
+        stack_context = dataclasses.replace(context.fold_key(i), request=request, experts=experts)
+        outputs.append(stack(x, context=stack_context, cache=cache))
+        x, first_layer = outputs[-1].x, first_layer + depth
     return concatenate_layers(x, outputs, depths)
+
+
+def _stack_experts(routing: ByLayer, layers: Sequence[int]) -> Int[Array, "B L T X"] | None:
+    """Stack the given expert ids of the layers. Layers without given ids get -1. Returns None if no layer has ids."""
+    given = [routing[i].astype(jnp.int32) for i in layers if i in routing]
+    if not given:
+        return None
+    select_own = jnp.full_like(given[0], -1)
+    return jnp.stack([routing[i].astype(jnp.int32) if i in routing else select_own for i in layers], axis=1)
 
 
 class UnrolledStack(nnx.Module):

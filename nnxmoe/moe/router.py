@@ -4,10 +4,11 @@
 Routers compute in float32 on every platform. NaN logits produce NaN weights and therefore NaN outputs.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Protocol, Unpack
+from typing import Any, ClassVar, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ class Routing:
         logits: Outputs of the router's linear map.
         valid: Boolean mask, False for padding. Padding uses no capacity and is excluded from statistics. ``None`` if
             there is no padding.
+        flipped: True for tokens whose given expert ids differ from the router's selection. ``None`` without given ids.
     """
 
     experts: Int[Array, "*rows X"]
@@ -40,10 +42,14 @@ class Routing:
     scores: Float[Array, "*rows E"]
     logits: Float[Array, "*rows E"]
     valid: Bool[Array, "*rows"] | None = None
+    flipped: Bool[Array, "*rows"] | None = None
 
 
 class Select(Protocol):
     """Protocol for functions that select experts from the router's logits. Ties go to the lower expert id.
+
+    If ``experts`` are given, tokens with nonnegative ids are routed to these experts, with weights computed from the
+    logits. Tokens with negative ids are routed as usual. `SelectTopK` implements the protocol.
 
     Attributes:
         token_independent: Whether the routing of a token is independent of other tokens. If True, each device routes
@@ -52,7 +58,12 @@ class Select(Protocol):
 
     token_independent: ClassVar[bool]
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing: ...
+    def __call__(
+        self,
+        logits: Float[Array, "*rows E"],
+        bias: Float[Array, "E"] | None,
+        experts: Int[Array, "*rows X"] | None = None,
+    ) -> Routing: ...
 
 
 class RouterBias(nnx.Variable):
@@ -69,8 +80,53 @@ class LogitBias(nnx.Module):
         return logits + jnp.broadcast_to(self.values[...].astype(logits.dtype), logits.shape)
 
 
+class SelectTopK(abc.ABC):
+    """Base class of `Select` functions with three steps: scores, expert ids, and weights of the selected experts."""
+
+    token_independent: ClassVar[bool] = True
+
+    def __call__(
+        self,
+        logits: Float[Array, "*rows E"],
+        bias: Float[Array, "E"] | None,
+        experts: Int[Array, "*rows X"] | None = None,
+    ) -> Routing:
+        """Route tokens by their logits. See `Select` for ``experts``."""
+        scores = self.compute_scores(logits)
+        return self.route(logits, scores, self.top_k(_add_bias(scores, bias)), experts)
+
+    def route(
+        self,
+        logits: Float[Array, "*rows E"],
+        scores: Float[Array, "*rows E"],
+        selected: Int[Array, "*rows X"],
+        experts: Int[Array, "*rows X"] | None,
+    ) -> Routing:
+        """Compute the weights of the given ``experts``, or of the ``selected`` experts if a given id is negative."""
+        flipped = None
+        if experts is not None:
+            experts = jnp.where(jnp.all(experts >= 0, axis=-1, keepdims=True), experts, selected)
+            flipped = jnp.any(jnp.sort(experts, axis=-1) != jnp.sort(selected, axis=-1), axis=-1)
+            selected = experts
+        # The scores of given experts are gathered from the scores of all experts. The top-k scores do not contain them.
+        weights = self.compute_weights(jnp.take_along_axis(scores, selected, axis=-1))
+        return Routing(selected, weights, scores, logits, flipped=flipped)
+
+    @abc.abstractmethod
+    def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        """Compute the score of each expert, without the correction bias."""
+
+    @abc.abstractmethod
+    def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:
+        """Return the ids of the selected experts. ``scores`` include the correction bias."""
+
+    @abc.abstractmethod
+    def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+        """Compute the weights of the selected experts from the scores of these experts."""
+
+
 @dataclasses.dataclass(frozen=True)
-class SoftmaxTopK:
+class SoftmaxTopK(SelectTopK):
     """Softmax over all experts, then top-k (Mixtral; Jiang et al. 2024). The bias affects the selection only.
 
     Attributes:
@@ -80,28 +136,28 @@ class SoftmaxTopK:
         min_weight_sum: Lower bound on the divisor used by ``normalize`` (ERNIE 4.5). 0 disables the bound.
     """
 
-    token_independent: ClassVar[bool] = True
-
     k: int
     normalize: bool = True
     scale: float = 1.0
     min_weight_sum: float = 0.0
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        scores = jax.nn.softmax(logits, axis=-1)
-        weights, experts = jax.lax.top_k(_add_bias(scores, bias), self.k)
-        if bias is not None:
-            weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.normalize:
-            weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
-            if self.min_weight_sum:
-                weight_sum = jnp.maximum(weight_sum, self.min_weight_sum)
-            weights = weights / weight_sum
-        return Routing(experts, weights * self.scale, scores, logits)
+    def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        return jax.nn.softmax(logits, axis=-1)
+
+    def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:
+        return jax.lax.top_k(scores, self.k)[1]
+
+    def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+        if not self.normalize:
+            return scores * self.scale
+        weight_sum = jnp.sum(scores, axis=-1, keepdims=True)
+        if self.min_weight_sum:
+            weight_sum = jnp.maximum(weight_sum, self.min_weight_sum)
+        return scores / weight_sum * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTopK:
+class BalancedTopK(SelectTopK):
     """Balanced selection for load tests: ignores the logits and assigns the same number of tokens to each expert.
 
     Loads differ by at most one token. All weights are ``1 / k``. The selection is deterministic for a given ``seed``.
@@ -112,16 +168,21 @@ class BalancedTopK:
     k: int
     seed: int = 0
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        batch_shape, num_experts = logits.shape[:-1], logits.shape[-1]
+    def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        return jax.nn.softmax(logits, axis=-1)
+
+    def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:
+        batch_shape, num_experts = scores.shape[:-1], scores.shape[-1]
         position = jax.random.permutation(jax.random.key(self.seed), math.prod(batch_shape)).astype(jnp.int32)
         experts = (position[:, None] * self.k + jnp.arange(self.k, dtype=jnp.int32)[None, :]) % num_experts
-        weights = jnp.full((*batch_shape, self.k), 1 / self.k, jnp.float32)
-        return Routing(experts.reshape(*batch_shape, self.k), weights, jax.nn.softmax(logits, axis=-1), logits)
+        return experts.reshape(*batch_shape, self.k)
+
+    def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+        return jnp.full(scores.shape, 1 / self.k, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class SigmoidGroupTopK:
+class SigmoidGroupTopK(SelectTopK):
     """Sigmoid affinities with group-limited top-k (DeepSeek-V3, 2024). The bias affects the selection only.
 
     The score of a group is the sum of the two largest biased affinities in the group. The top-k experts are selected
@@ -129,78 +190,73 @@ class SigmoidGroupTopK:
     biased affinities may be negative.
     """
 
-    token_independent: ClassVar[bool] = True
-
     k: int
     groups: int
     top_groups: int
     normalize: bool
     scale: float
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        scores = jax.nn.sigmoid(logits)
-        biased_scores = _add_bias(scores, bias)
-        grouped_scores = biased_scores.reshape(*biased_scores.shape[:-1], self.groups, -1)
+    def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # also in a group that is not selected
+        return jnp.where(has_nan, jnp.nan, jax.nn.sigmoid(logits))
+
+    def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:
+        grouped_scores = scores.reshape(*scores.shape[:-1], self.groups, -1)
         group_scores = jnp.sum(jax.lax.top_k(grouped_scores, 2)[0], axis=-1)
         group_mask = _top_k_mask(group_scores, self.top_groups)
-        masked_scores = jnp.where(group_mask[..., None], grouped_scores, -jnp.inf).reshape(biased_scores.shape)
-        _, experts = jax.lax.top_k(masked_scores, self.k)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.normalize:
-            weights = _normalize(weights)
-        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # includes NaN logits of unselected groups
-        return Routing(experts, jnp.where(has_nan, jnp.nan, weights * self.scale), scores, logits)
+        masked_scores = jnp.where(group_mask[..., None], grouped_scores, -jnp.inf).reshape(scores.shape)
+        return jax.lax.top_k(masked_scores, self.k)[1]
+
+    def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+        return (_normalize(scores) if self.normalize else scores) * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxGroupTopK:
+class SoftmaxGroupTopK(SelectTopK):
     """Softmax over all experts with group-limited top-k (``group_limited_greedy``; DeepSeek-V2, 2024).
 
     The score of a group is the largest probability in the group. The top-k experts are selected from the ``top_groups``
     best of ``groups`` groups. Weights are the experts' probabilities times ``scale``. Experts in the remaining groups
-    are masked with 0, because probabilities are nonnegative. Unlike `SigmoidGroupTopK`, this class ignores the
-    correction bias and does not normalize the weights.
+    are masked with 0, because probabilities are nonnegative. Unlike `SigmoidGroupTopK`, this class does not normalize
+    the weights.
     """
-
-    token_independent: ClassVar[bool] = True
 
     k: int
     groups: int
     top_groups: int
     scale: float
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        scores = jax.nn.softmax(logits, axis=-1)
+    def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        return jax.nn.softmax(logits, axis=-1)
+
+    def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:
         grouped_scores = scores.reshape(*scores.shape[:-1], self.groups, -1)
         group_mask = _top_k_mask(jnp.max(grouped_scores, axis=-1), self.top_groups)
         masked_scores = jnp.where(group_mask[..., None], grouped_scores, 0.0).reshape(scores.shape)
-        weights, experts = jax.lax.top_k(masked_scores, self.k)
-        return Routing(experts, weights * self.scale, scores, logits)
+        return jax.lax.top_k(masked_scores, self.k)[1]
+
+    def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+        return scores * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
-class SqrtSoftplusTopK:
+class SqrtSoftplusTopK(SelectTopK):
     """Affinities ``sqrt(softplus(logits))`` with top-k (DeepSeek-V4, 2026). The bias affects the selection only.
 
     The weights are normalized to sum to ``scale``.
     """
 
-    token_independent: ClassVar[bool] = True
-
     k: int
     scale: float
 
-    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # sqrt has an infinite gradient at 0
-        _, experts = jax.lax.top_k(_add_bias(scores, bias), self.k)
-        return self.route_to(experts, scores, logits)
+    def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # sqrt has an infinite gradient at 0
 
-    def route_to(
-        self, experts: Int[Array, "*rows X"], scores: Float[Array, "*rows E"], logits: Float[Array, "*rows E"]
-    ) -> Routing:
-        """Return a `Routing` to ``experts``, with weights computed from ``scores``."""
-        weights = _normalize(jnp.take_along_axis(scores, experts, axis=-1))
-        return Routing(experts, weights * self.scale, scores, logits)
+    def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:
+        return jax.lax.top_k(scores, self.k)[1]
+
+    def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+        return _normalize(scores) * self.scale
 
 
 def _add_bias(scores: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Float[Array, "*rows E"]:
@@ -263,11 +319,13 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
-        """Select the experts of each token. Without a context, no token is padding and no jitter is applied."""
+        """Route each token to the experts of the context, or else to the experts that ``select`` selects.
+
+        Without a context, no token is padding, no jitter is applied and no experts are given.
+        """
         valid, key = (None, None) if context is None else (context.valid, context.key)
-        logits = self._compute_logits(x, key)
-        bias = None if self.bias is None else self.bias[...]
-        routing = self._select_experts(logits, bias, mesh)
+        experts = None if context is None else context.given_experts()
+        routing = self._select_experts(self._compute_logits(x, key), experts, mesh)
         return dataclasses.replace(routing, valid=valid)
 
     def _compute_logits(self, x: Float[Array, "*rows D"], key: Key[Array, ""] | None) -> Float[Array, "*rows E"]:
@@ -280,15 +338,17 @@ class Router(nnx.Module):
         return logits if self.logit_bias is None else self.logit_bias(logits)
 
     def _select_experts(
-        self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None, mesh: AnyMesh | None
+        self, logits: Float[Array, "*rows E"], experts: Int[Array, "*rows X"] | None, mesh: AnyMesh | None
     ) -> Routing:
+        bias = None if self.bias is None else self.bias[...]
+        arguments: list[Any] = [logits, bias] if experts is None else [logits, bias, experts]
         batch_axes = batch_shard_axes(logits.shape[0], mesh)
         context_axes = context_shard_axes(logits.shape[1], mesh) if logits.ndim == 3 else ()
         if mesh is None or not (batch_axes or context_axes) or not self._select_is_token_independent:
-            return self.select(logits, bias)
+            return self.select(*arguments)
         # With shard_map, top-k runs locally on each shard. Without shard_map, XLA:CPU gathers all tokens.
         tokens = PartitionSpec(batch_axes or None, context_axes or None)
-        return shard_map(self.select, mesh, (tokens, PartitionSpec()), tokens)(logits, bias)
+        return shard_map(self.select, mesh, (tokens, PartitionSpec(), tokens)[: len(arguments)], tokens)(*arguments)
 
     @property
     def _select_is_token_independent(self) -> bool:

@@ -70,6 +70,7 @@ class HashRouter(Router):
             raise ValueError(
                 "HashRouter needs token ids, but the context has none. Call the model, or pass Context(tokens=…)."
             )
-        logit_routing = super().__call__(x, context=context, mesh=mesh)
-        routing = self.select.route_to(self.table[...][context.tokens], logit_routing.scores, logit_routing.logits)
-        return dataclasses.replace(routing, valid=logit_routing.valid)
+        logits = self._compute_logits(x, context.key)
+        scores, selected = self.select.compute_scores(logits), self.table[...][context.tokens]
+        routing = self.select.route(logits, scores, selected, context.given_experts())
+        return dataclasses.replace(routing, valid=context.valid)

@@ -162,8 +162,7 @@ def one_round_of_sinkhorn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_of_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SqrtSoftplusTopK.route_to
-    monkeypatch.setattr(SqrtSoftplusTopK, "route_to", lambda self, e, s, x: old(self, e, jax.nn.softmax(x, -1), x))
+    monkeypatch.setattr(SqrtSoftplusTopK, "compute_scores", lambda self, logits: jax.nn.softmax(logits, -1))
 
 
 def tokens_shifted(monkeypatch: pytest.MonkeyPatch) -> None:

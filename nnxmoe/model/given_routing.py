@@ -1,0 +1,100 @@
+"""Given routing: validation of the expert ids that a caller passes to a model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from nnxmoe.config.printable import short
+from nnxmoe.layers.context import check_call
+from nnxmoe.layers.linear.kernel import as_weight
+from nnxmoe.model.output import ByLayer
+from nnxmoe.model.stack import UnrolledStack
+from nnxmoe.moe.router import Router, Routing
+
+
+def check_routing(model: Any, routing: Any, shape: tuple[int, ...]) -> ByLayer | None:
+    """Convert the argument ``routing`` of a model's call to integer arrays ``[B, T, X]`` by layer.
+
+    Args:
+        model: A `CausalLM`.
+        routing: See `CausalLM.__call__`.
+        shape: Shape of the tokens, ``(B, T)``.
+
+    Raises:
+        ValueError: A layer has no router, or ids have a wrong dtype or shape or are out of range. The range of traced
+            ids is not checked.
+    """
+    if routing is None:
+        return None
+    routers = moe_routers(model)
+    if not isinstance(routing, Mapping):
+        routing = _split_layers(routing, list(routers), shape)
+    if unknown := [layer for layer in routing if layer not in routers]:
+        raise ValueError(f"routing[{unknown[0]!r}]: the layers with routers are {short(list(routers))}")
+    return ByLayer({layer: _check_layer(layer, routing[layer], routers[layer], shape) for layer in sorted(routing)})
+
+
+def moe_routers(model: Any) -> dict[int, Router]:
+    """Return the router of each MoE layer by layer index. The layers of a scanned stack have the same router object."""
+    layers: list[Any] = []
+    for stack in model.stacks:
+        layers += stack.layers if isinstance(stack, UnrolledStack) else [stack.layer] * stack.depth
+    routers = dict[int, Router]()
+    for index, layer in enumerate(layers):
+        for _, module in nnx.iter_graph(layer):
+            if isinstance(module, Router):
+                routers[index] = module
+    return routers
+
+
+def _split_layers(routing: Any, layers: list[int], shape: tuple[int, ...]) -> dict[int, Any]:
+    """Split ids ``[B, T, L, X]``, or ``[T, L, X]`` of a single row, into arrays per layer."""
+    ids = _as_ids("routing", routing)
+    numpy = np if isinstance(ids, np.ndarray) else jnp
+    ids = ids[None] if len(ids.shape) == 3 and shape[0] == 1 else ids
+    if len(ids.shape) != 4 or ids.shape[2] != len(layers):
+        raise ValueError(
+            f"routing has the shape {list(ids.shape)}: pass expert ids [B, T, L, X] with L = {len(layers)}, the number "
+            f"of MoE layers, or a dict from the layers {short(layers)} to ids [B, T, X]"
+        )
+    if ids.shape[1] == shape[1] - 1:  # routing of a completion, whose last id was not an input
+        ids = numpy.pad(ids.astype(np.int32), ((0, 0), (0, 1), (0, 0), (0, 0)), constant_values=-1)
+    return {layer: ids[:, :, i] for i, layer in enumerate(layers)}
+
+
+def _check_layer(layer: int, routing: Any, router: Router, shape: tuple[int, ...]) -> Any:
+    name = f"routing[{layer}]"
+    check_call(f"the router's select in layer {layer}", router.select, "experts")
+    ids = _as_ids(name, routing.experts if isinstance(routing, Routing) else routing)
+    expected = (*shape, getattr(router.select, "k", ids.shape[-1] if ids.shape else 0))
+    if ids.shape != expected:
+        raise ValueError(f"{name} has the shape {list(ids.shape)}: expert ids are [B, T, X], here {list(expected)}")
+    if not isinstance(ids, Tracer):
+        _check_range(name, ids, as_weight(router.kernel).outs[0])
+    return ids
+
+
+def _as_ids(name: str, ids: Any) -> Any:
+    if not isinstance(ids, jax.Array | np.ndarray):
+        try:
+            ids = np.asarray(ids)
+        except ValueError:
+            raise ValueError(f"{name} must be an array of expert ids, got {short(ids)}") from None
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"{name} has the dtype {ids.dtype}: expert ids must be integers")
+    return ids
+
+
+def _check_range(name: str, ids: Any, count: int) -> None:
+    shards = [ids]
+    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+        shards = [shard.data for shard in ids.addressable_shards]
+    for shard in map(np.asarray, shards):
+        low, high = int(shard.min()), int(shard.max())
+        if low < -1 or high >= count:
+            raise ValueError(f"{name}: expert ids must be in 0 … {count - 1}, or -1, got {low if low < -1 else high}")
