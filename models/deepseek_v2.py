@@ -14,7 +14,8 @@ from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.model.family import Family
 from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
-from nnxmoe.moe.router import Router, SoftmaxGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxGroupTopK, SoftmaxTopK
 
 GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 

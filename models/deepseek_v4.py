@@ -26,8 +26,9 @@ from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.models.shared.deepseek_v4_names import HF_DEEPSEEK_V4, MAXTEXT_DEEPSEEK_V4
 from nnxmoe.models.shared.streamed import StreamedLM
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SqrtSoftplusTopK
+from nnxmoe.moe.router import Router
 from nnxmoe.moe.router_variants import HashRouter
+from nnxmoe.moe.selection import SqrtSoftplusTopK
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 HASHED, ROUTED = "hash_moe", "moe"

@@ -17,7 +17,8 @@ from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
 from nnxmoe.models.shared.tables import HF_DECODER, Hf
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,8 @@ from nnxmoe.model.output import Ids
 from nnxmoe.models.shared.gemma4_names import HF_GEMMA4, MAXTEXT_GEMMA4
 from nnxmoe.models.shared.gemma_layers import CappedKernel, EdgeLayer, GemmaLayer
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import SoftmaxTopK
 from nnxmoe.moe.router_variants import ScaledRouter
+from nnxmoe.moe.selection import SoftmaxTopK
 
 FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional", "head_dim", "num_key_value_heads"
 

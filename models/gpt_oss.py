@@ -20,7 +20,8 @@ from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_gqa
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
-from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
+from nnxmoe.moe.router import LogitBias, Router
+from nnxmoe.moe.selection import SoftmaxTopK
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 4096}

@@ -27,7 +27,8 @@ from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
 from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, Routing, SigmoidGroupTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import Routing, SigmoidGroupTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.ministral3 import BETA, ORIGINAL, position_scale
 from nnxmoe.models.shared.tables import Hf
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 
 FACTOR = "partial_rotary_factor"
 _YARN = FrozenDict(

@@ -18,7 +18,8 @@ from nnxmoe.model.family import Family, MaxTextNames
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, Hf, Linen, maxtext_experts
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

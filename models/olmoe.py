@@ -17,7 +17,8 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
 from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

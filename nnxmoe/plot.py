@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 from nnxmoe.runtime.extras import install_command
 
 Axes = Any  # matplotlib.axes.Axes or None. The type is Any, because Matplotlib is optional.

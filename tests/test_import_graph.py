@@ -31,7 +31,7 @@ def test_names_lead_to_the_modules_that_define_them() -> None:
     ("changed", "test_file", "distance"),
     [
         ("nnxmoe/moe/router.py", "tests/moe/test_moe.py", 1),
-        ("nnxmoe/moe/router.py", "tests/moe/test_balance.py", 1),
+        ("nnxmoe/moe/selection.py", "tests/moe/test_balance.py", 1),
         ("nnxmoe/convert/gguf/gguf_file.py", "tests/convert/test_gguf.py", 1),
         ("models/mixtral.py", "tests/model/test_model.py", 1),
         ("tests/moe/test_moe.py", "tests/moe/test_moe.py", 0),

@@ -20,7 +20,8 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.moe import router
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import RouterBias, Routing
+from nnxmoe.moe.router import RouterBias
+from nnxmoe.moe.selection import Routing
 from tests.support.arrays import max_error
 from tests.support.cases import load_case
 from tests.support.numpy_decoder import reference_logits

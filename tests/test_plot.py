@@ -10,7 +10,7 @@ import pytest
 
 from nnxmoe import plot
 from nnxmoe.moe.balance import utilization
-from nnxmoe.moe.router import Routing, SoftmaxTopK
+from nnxmoe.moe.selection import Routing, SoftmaxTopK
 from nnxmoe.runtime.extras import install_command
 
 pytestmark = pytest.mark.notebooks

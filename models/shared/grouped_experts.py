@@ -16,7 +16,8 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import HF_MOE, Hf, hf_mlp
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SigmoidGroupTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SigmoidGroupTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

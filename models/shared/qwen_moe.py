@@ -16,7 +16,8 @@ from nnxmoe.layers.mlp import GatedSharedExpert
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE
 from nnxmoe.models.shared.tables import HF_MOE, Hf, hf_mlp
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from nnxmoe.layers.context import check_call
 from nnxmoe.layers.linear.kernel import as_weight
 from nnxmoe.model.output import ByLayer
 from nnxmoe.model.stack import UnrolledStack
-from nnxmoe.moe.router import Router, Routing
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import Routing
 
 
 def check_routing(model: Any, routing: Any, shape: tuple[int, ...]) -> ByLayer | None:

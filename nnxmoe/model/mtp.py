@@ -15,7 +15,7 @@ from nnxmoe.layers.context import OutputRequest
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 
 
 class MTP(nnx.Module):

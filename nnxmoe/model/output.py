@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import OutputRequest
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 
 Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
 TokenMask = Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]

@@ -28,7 +28,7 @@ from nnxmoe.model.stack import (
 )
 from nnxmoe.model.stateful import is_captured
 from nnxmoe.moe.block import MoEInfo
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 from nnxmoe.sharding import batch_axes, replicate, shard_batch, shard_constraint, shard_map
 from nnxmoe.sharding_rules import shard_count
 

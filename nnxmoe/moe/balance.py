@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.moe.dispatch import mask_padding
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 
 
 def switch_loss(routing: Routing) -> Float[Array, ""]:

@@ -13,7 +13,8 @@ from nnxmoe.layers.context import Context, FeedForwardOutput, token_independent
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, Routing
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import Routing
 
 
 @jax.tree_util.register_dataclass

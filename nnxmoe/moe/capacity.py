@@ -16,7 +16,7 @@ from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.linear.matmul import einsum_f32
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, dispatch_info, expert_row_axes, mask_padding
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 from nnxmoe.sharding import batch_axes, shard_constraint
 from nnxmoe.sharding_rules import shard_count
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import AnyMesh
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import clip_to_capacity, combine, permute, weighted_sum
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_constraint
 
 

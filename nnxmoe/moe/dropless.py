@@ -11,7 +11,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_object
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, Sorted, dispatch_info
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorte
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import permute, unpermute, weighted_sum
 from nnxmoe.moe.ragged import ExchangePlan, ragged_all_to_all
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
 from nnxmoe.sharding import batch_axes, context_shard_axes
 from nnxmoe.sharding_rules import shard_count

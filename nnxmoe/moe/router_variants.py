@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.norm import rms_normalize
-from nnxmoe.moe.router import Router, Routing, Select, SqrtSoftplusTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import Routing, Select, SqrtSoftplusTopK
 
 
 class ScaledRouter(Router):

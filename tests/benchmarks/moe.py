@@ -21,7 +21,8 @@ import nnxmoe
 from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 from tests.benchmarks import engine
 from tests.benchmarks.clock import interleaved
 

@@ -13,7 +13,7 @@ from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, ReferenceAttention,
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import OutputRequest
-from nnxmoe.moe.router import BalancedTopK
+from nnxmoe.moe.selection import BalancedTopK
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks

@@ -24,7 +24,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.layers.rope import TrailingPairs
 from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels
-from nnxmoe.moe.router import SqrtSoftplusTopK
+from nnxmoe.moe.selection import SqrtSoftplusTopK
 from tests.support.arrays import max_error
 from tests.support.families import NEW, PROMPT, load
 from tests.support.quantised import read_tensors, write_deepseek_v4

@@ -25,7 +25,8 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.moe import balance
-from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SoftmaxTopK
 from tests.benchmarks import bridge
 from tests.support import linen_modules as hand
 from tests.support.arrays import flat, inputs_first, max_error, nested

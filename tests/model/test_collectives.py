@@ -30,7 +30,8 @@ from nnxmoe.moe import capacity
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.sharding import batch_axes
 from nnxmoe.sharding_rules import sharding_of
 from nnxmoe.train.loop.loss import ChunkedLoss

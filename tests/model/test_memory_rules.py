@@ -32,7 +32,7 @@ from nnxmoe.model.remat import NAMES
 from nnxmoe.model.stack import Body, ByLayer, ScannedStack
 from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
-from nnxmoe.moe.router import SoftmaxTopK
+from nnxmoe.moe.selection import SoftmaxTopK
 from nnxmoe.sharding_rules import RULES
 from nnxmoe.train.loop.step import Step
 from tests.support.arrays import max_error

@@ -36,7 +36,8 @@ from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.expert_parallel import buffer_size, min_chunks
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.ragged import ExchangePlan, ragged_all_to_all
-from nnxmoe.moe.router import BalancedTopK, LogitBias, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import LogitBias, Router, RouterBias
+from nnxmoe.moe.selection import BalancedTopK, SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.sharding_rules import sharding_of
 from tests.support.arrays import max_error
 from tests.support.cases import HF_CASES, load_case

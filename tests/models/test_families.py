@@ -36,7 +36,7 @@ from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
+from nnxmoe.moe.selection import Routing, SoftmaxGroupTopK, SoftmaxTopK
 from nnxmoe.sharding_rules import sharding_of
 from nnxmoe.train import Objective, lora
 from tests.support.arrays import max_error

@@ -10,7 +10,7 @@ import pytest
 
 from nnxmoe.moe import balance
 from nnxmoe.moe.dispatch import dispatch_info
-from nnxmoe.moe.router import Routing, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.selection import Routing, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error
 
 E, X = 8, 2

@@ -12,15 +12,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.layers.context import Context
 from nnxmoe.models.laguna import CappedTopK
-from nnxmoe.moe.router import (
-    BalancedTopK,
-    Router,
-    Select,
-    SigmoidGroupTopK,
-    SoftmaxGroupTopK,
-    SoftmaxTopK,
-    SqrtSoftplusTopK,
-)
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import BalancedTopK, Select, SigmoidGroupTopK, SoftmaxGroupTopK, SoftmaxTopK, SqrtSoftplusTopK
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, load, positions_of
 from tests.support.tiny import build_tiny, random_tokens, write_checkpoint

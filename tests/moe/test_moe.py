@@ -43,7 +43,8 @@ from nnxmoe.moe.permute import (
     sort_by_expert,
     unpermute,
 )
-from nnxmoe.moe.router import BalancedTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import Router, RouterBias
+from nnxmoe.moe.selection import BalancedTopK, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import inputs_first, max_error
 from tests.support.grouped import GROUPS, problem, product_and_gradients
 from tests.support.numpy_decoder import as_weights, sigmoid_weights, softmax_weights

@@ -29,7 +29,8 @@ from nnxmoe.model.layer import Layer
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import batched_matmul
-from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import SigmoidGroupTopK, SoftmaxTopK
 
 Axes = tuple[str | None, ...]
 ATTEND, DISPATCH, LATENT = nnxmoe.ReferenceAttention(), nnxmoe.Dense(), nnxmoe.Strategy().mla

@@ -23,7 +23,8 @@ from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.llama import HF_DECODER
-from nnxmoe.moe.router import Router, Routing, SoftmaxTopK
+from nnxmoe.moe.router import Router
+from nnxmoe.moe.selection import Routing, SoftmaxTopK
 
 WINDOW = 3  # of the convolution
 

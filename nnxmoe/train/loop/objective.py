@@ -15,7 +15,7 @@ from nnxmoe.layers.context import OutputRequest
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import Body
 from nnxmoe.moe import balance as balancing
-from nnxmoe.moe.router import Routing
+from nnxmoe.moe.selection import Routing
 from nnxmoe.train.loop.batch import Batch, check_batch, real_tokens, targets_ahead, targets_of
 from nnxmoe.train.loop.loss import ChunkedLoss, Head, Sums
 
