@@ -15,7 +15,7 @@ from nnxmoe.generation.rows import StepInputs
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import LOGITS_ONLY, Body, drop_routing
-from nnxmoe.model.program import split_arrays, strip_metadata
+from nnxmoe.model.program import commit_arrays, split_arrays, strip_metadata
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +91,8 @@ class ModelBasedDraft(abc.ABC):
     @classmethod
     def _of(cls, modules: Any, count: int) -> Self:
         check_positive(cls.__name__, "count", count := as_python(count))
-        return cls(*split_arrays(modules), count)
+        graph, tree, leaves = split_arrays(modules)
+        return cls(graph, tree, commit_arrays(leaves), count)
 
     @property
     def modules(self) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation import passes
 from nnxmoe.generation.draft_cost import DraftOption
-from nnxmoe.generation.engine_plan import plan_engine
+from nnxmoe.generation.engine_plan import EnginePlan, plan_engine
 from nnxmoe.generation.grammar import empty_masks
 from nnxmoe.generation.grouping import (
     LARGE,
@@ -46,7 +46,7 @@ from nnxmoe.generation.request import (
 )
 from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, empty_rows, start_rows, step_rows
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.program import warn_beyond_positions
+from nnxmoe.model.program import commit_arrays, warn_beyond_positions
 from nnxmoe.runtime.progress import logger
 
 
@@ -119,28 +119,62 @@ class Engine:
     ):
         self._ahead = whole_number("ahead", ahead, 0)
         plan = plan_engine(model, slots, capacity, limits, logits_processor, draft, prefix_bytes, grouping)
-        self.plan, self.model, self.limits, self.draft = plan, plan.model, plan.limits, plan.draft
-        self.slots, self.capacity, self._vocab = plan.slots, plan.capacity, plan.model.vocab_size
+        self.limits, self.slots, self.capacity, self._vocab = (
+            plan.limits,
+            plan.slots,
+            plan.capacity,
+            plan.model.vocab_size,
+        )
         self.prefix_cache = PrefixCache(plan.max_prefixes)
         self._prefix_results = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefilled prefixes
+        self._outdated = weakref.WeakSet[Request]()  # requests whose caches contain keys of an earlier model
+        self._use(plan)
 
         self._cache_axes = passes.cache_batch_axes(self.model, plan.cache_size)
-        self._pass = self._step = passes.passes(self.model)
-        memory = None
-        if self.draft is not None:
-            self._step = passes.passes(passes.deterministic_blocks(self.model, self.slots * plan.step_width))
-            memory = self.draft.empty(self.slots, plan.cache_size.tokens)
+        memory = None if self.draft is None else self.draft.empty(self.slots, plan.cache_size.tokens)
 
         self._unused_row = RequestOptions(stop_ids=None).row_params(self.limits, self._vocab)
         mesh, tokens = plan.step_options.mesh, plan.cache_size.tokens
-        self._rows: Any = empty_rows(self._unused_row, self.slots, tokens, plan.step_width, memory, mesh)
+        start = empty_rows(self._unused_row, self.slots, tokens, plan.step_width, memory, mesh)
+        self._rows: Any  # None once the engine is closed
+        self._rows, self._dropped = commit_arrays(start)
         self._cache: Any = None
-        self._dropped: Any = np.int32(0)
         self._slots: list[Request | None] = [None] * self.slots
         self._active = np.zeros(self.slots, bool)  # slots whose rows are running, according to the reports read so far
         self._waiting: collections.deque[Request] = collections.deque()
         self._prefill: _Prefill | None = None
         self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
+
+    def _use(self, plan: EnginePlan) -> None:
+        """Set the model and the draft of a plan, and the compiled passes with the model's arrays."""
+        self.plan, self.model, self.draft = plan, plan.model, plan.draft
+        self._pass = self._step = passes.passes(self.model)
+        if self.draft is not None:
+            self._step = passes.passes(passes.deterministic_blocks(self.model, self.slots * plan.step_width))
+
+    def update_model(self, model: CausalLM) -> None:
+        """Replace the model by a model of the same structure with different values, without compilation.
+
+        Later passes use the new model. The prefix cache and all prefilled prefixes are dropped. Requests that
+        hold a slot continue with their cached keys and values, which the previous model computed; cancel and
+        resubmit them if their ids must come from one model. An `MTPDraft` is replaced by a draft of the new
+        model. Scanned layers are unrolled into a copy, so the old and the new copy need memory during the call.
+
+        Raises:
+            ValueError: if the structure, vocabulary, mesh, dtype, shapes or shardings of the model differ from
+                the engine's model, or if the engine is closed. The engine is then unchanged.
+        """
+        self._check_open()
+        self._use(self.plan.with_model(model))
+        self.prefix_cache.clear()
+        self._prefix_results.clear()
+        self._outdated.update(filter(None, self._slots))
+        if self._prefill is not None and self._prefill.prefix is not None:
+            self._prefill = None  # the waiting prompts that start with the prefix plan a new prefill
+
+    def _check_open(self) -> None:
+        if self._rows is None:
+            raise ValueError("the engine is closed")
 
     @property
     def cache_bytes(self) -> int:
@@ -201,8 +235,7 @@ class Engine:
         prompt, options = as_token_ids(ids), options or RequestOptions()
         if options.stop_ids is ...:
             options = dataclasses.replace(options, stop_ids=eos_ids(self.model, ...))
-        if self._rows is None:
-            raise ValueError("the engine is closed")
+        self._check_open()
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one id")
         check_ids(prompt, self._vocab)
@@ -225,8 +258,7 @@ class Engine:
             Events with the token ids that earlier steps generated. While requests are running, the ``ahead`` most
             recent steps are still in flight and are not included.
         """
-        if self._rows is None:
-            raise ValueError("the engine is closed")
+        self._check_open()
         if self._prefill is None:
             self._prefill = self._next_prefill()
         if self._prefill is not None:
@@ -480,7 +512,8 @@ class Engine:
     def _keep_prefix(self, request: Request) -> None:
         """Cache the prompt and the new ids of a request that has just ended, except the last id."""
         ids = (*request.prompt, *request.ids[:-1])
-        if not self.prefix_cache.max_prefixes or len(ids) < SMALL or self._rows.memory is not None:
+        is_reusable = request not in self._outdated and self._rows.memory is None
+        if not self.prefix_cache.max_prefixes or len(ids) < SMALL or not is_reusable:
             return
         slot = self._slots.index(request)
         cache = passes.broadcast_row(self._cache, self.plan.batch_shards, self._cache_axes, slot)

@@ -7,13 +7,14 @@ import jax
 
 from nnxmoe.config.validate import check_object, check_type, whole_number
 from nnxmoe.generation import draft_cost
-from nnxmoe.generation.draft import ModelBasedDraft
+from nnxmoe.generation.draft import ModelBasedDraft, MTPDraft
 from nnxmoe.generation.grouping import SMALL, Grouping, as_one_large_chunk, one_by_one
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.passes import CacheSize, cache_bytes, unroll_for_decoding
 from nnxmoe.generation.request import EngineLimits
 from nnxmoe.generation.rows import Draft, LogitsProcessor, StepOptions
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.program import split_for_program
 from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.sharding import batch_axes
 from nnxmoe.sharding_rules import shard_count
@@ -68,6 +69,35 @@ class EnginePlan:
     def cache_bytes(self, rows: int) -> int:
         """Compute the bytes of a cache of ``rows`` rows in this process."""
         return cache_bytes(self.model, rows, self.cache_size)
+
+    def with_model(self, model: CausalLM) -> "EnginePlan":
+        """Replace the model, and the arrays of an `MTPDraft`.
+
+        Raises:
+            ValueError: if the compiled programs cannot run the model.
+        """
+        check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
+        model = unroll_for_decoding(model)
+        check_same_programs(self.model, model)
+        draft = MTPDraft.of(model, self.draft.count) if isinstance(self.draft, MTPDraft) else self.draft
+        return dataclasses.replace(self, model=model, draft=draft)
+
+
+def check_same_programs(model: CausalLM, other: CausalLM) -> None:
+    """Raise ValueError if programs compiled for ``model`` cannot run the arrays of ``other``."""
+    remedy = "create a new Engine for this model"
+    for name in ("vocab_size", "dtype", "mesh"):
+        expected, value = getattr(model, name), getattr(other, name)
+        if expected != value:
+            raise ValueError(f"model.{name} is {value}, but this engine was compiled for {expected}: {remedy}")
+    (structure, arrays), (other_structure, other_arrays) = split_for_program(model), split_for_program(other)
+    if (structure.graph, structure.tree) != (other_structure.graph, other_structure.tree):
+        raise ValueError(f"model has a different structure than {model!r} of this engine: {remedy}")
+    for array, other_array in zip(arrays, other_arrays, strict=True):
+        is_equal = (array.dtype, array.shape) == (other_array.dtype, other_array.shape)
+        if not (is_equal and array.sharding.is_equivalent_to(other_array.sharding, array.ndim)):
+            value, expected = (f"{a.dtype} {list(a.shape)} with {a.sharding}" for a in (other_array, array))
+            raise ValueError(f"model has an array {value}, but this engine was compiled for {expected}: {remedy}")
 
 
 def plan_engine(

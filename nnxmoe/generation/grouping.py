@@ -130,6 +130,11 @@ class PrefixCache:
             self.starts[extended] = prefix
         return extended
 
+    def clear(self) -> None:
+        """Remove all prefixes and recent prompts. The counters ``hits`` and ``tokens`` keep their values."""
+        self._prefixes.clear()
+        self._recent_prompts.clear()
+
     def link(self, prefix: Prefix) -> None:
         """Record the cached prefix that ``prefix`` starts with, unless ``prefix`` has a start."""
         if prefix.start is None and prefix not in self.starts:

@@ -24,7 +24,7 @@ from nnxmoe.model.copies import unscan
 from nnxmoe.model.layerwise import layerwise_program
 from nnxmoe.model.output import LOGITS_ONLY, Ids, TokenMask
 from nnxmoe.model.pipeline import PipelinedStack
-from nnxmoe.model.program import require_values, split_once
+from nnxmoe.model.program import commit_arrays, require_values, split_once
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
@@ -104,7 +104,7 @@ def passes(model: CausalLM) -> Callable[..., PassResult]:
     Raises:
         ValueError: if the model is abstract.
     """
-    run = layerwise_program(model, _pass, static=(4, 5), donated=(2,))
+    run = layerwise_program(model, _pass, static=(4, 5), donated=(2,), commit=True)
     compiled_sizes, logged = split_once(model)[0].program(_sizes)
 
     def announcing(
@@ -167,7 +167,8 @@ def unroll_for_decoding(model: CausalLM) -> CausalLM:
     del copy
     needed_bytes = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
     if fits(model, needed_bytes):
-        _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], unscan(model)
+        copy = unscan(nnx.merge(graph, commit_arrays(state)))  # committed: unstacking is compiled once, as passes are
+        _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], copy
         return _copies[model][-1]
     total_bytes, memory_name = memory_bytes()
     logger.warning(

@@ -247,13 +247,18 @@ class Draft(Protocol):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
-def empty_rows(like: RowParams, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
-    """Create inactive rows. ``like`` has the shapes and dtypes of one row's parameters."""
+def empty_rows(
+    like: RowParams, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None
+) -> tuple[RowStates, Int[Array, ""]]:
+    """Create inactive rows, and a counter of dropped expert assignments.
+
+    ``like`` has the shapes and dtypes of one row's parameters.
+    """
     params = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
     zeros = jnp.zeros((count,), jnp.int32)
     history = History(jnp.zeros((count, capacity), jnp.int32), zeros, zeros)
     ids = jnp.zeros((count, width), jnp.int32)
-    return _replicate_tree(RowStates(params, history, ids, ids > 0, memory), mesh)
+    return _replicate_tree((RowStates(params, history, ids, ids > 0, memory), jnp.int32(0)), mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(8,), donate_argnums=(0,))

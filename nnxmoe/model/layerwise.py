@@ -29,22 +29,26 @@ RUN_LENGTH = 4
 
 
 def layerwise_program(
-    model: Any, function: Callable[..., Any], *, static: tuple[int, ...] = (), donated: tuple[int, ...] = ()
+    model: Any,
+    function: Callable[..., Any],
+    *,
+    static: tuple[int, ...] = (),
+    donated: tuple[int, ...] = (),
+    commit: bool = False,
 ) -> Callable[..., Any]:
     """Return the result of `model_program`. For deep models on CPUs, return ``function`` bound to a `LayerwiseModel`.
 
     Args:
         function: A module-level function of a model that calls only the model's `body`, `logits` and `empty_cache`, and
             donates only caches.
-        static: See `model_program`.
-        donated: See `model_program`.
+        static, donated, commit: See `model_program`.
 
     Raises:
         ValueError: See `model_program`.
     """
     if not is_deep_on_cpu(model):
-        return model_program(model, function, static=static, donated=donated)
-    return functools.partial(function, LayerwiseModel(model, donate=bool(donated)))
+        return model_program(model, function, static=static, donated=donated, commit=commit)
+    return functools.partial(function, LayerwiseModel(model, donate=bool(donated), commit=commit))
 
 
 def is_deep_on_cpu(model: Any) -> bool:
@@ -62,6 +66,7 @@ class LayerwiseModel:
     Args:
         model: A model for which `is_deep_on_cpu` is True.
         donate: Whether passes donate the cache.
+        commit: See `model_program`.
 
     Raises:
         ValueError: See `model_program`.
@@ -69,8 +74,8 @@ class LayerwiseModel:
 
     mesh = None
 
-    def __init__(self, model: Any, *, donate: bool):
-        structure, leaves = split_for_program(model)
+    def __init__(self, model: Any, *, donate: bool, commit: bool = False):
+        structure, leaves = split_for_program(model, commit)
         self._parts: _Parts = structure.program(_split_layers, donate)
         self._leaves, self._outer = leaves, [leaves[i] for i in self._parts.outer_leaves]
         self.empty_cache = model.empty_cache
