@@ -14,6 +14,7 @@ from flax import nnx
 
 from nnxmoe import BlockedMatmul, MaskedMatmul
 from nnxmoe.layers.activations import swiglu
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, einsum_f32, matmul, matmul_f32
 from nnxmoe.layers.mlp import MLP, UngatedMLP
 from nnxmoe.moe.blocked import FEW_SIZE_FACTORS, MANY_SIZE_FACTORS, block_sizes
@@ -164,3 +165,29 @@ def test_mlp_saves_only_the_inputs_of_the_activation(cls: Any, saved: int) -> No
     assert [a.shape for a in residuals].count((5, 24)) == saved
     program = jax.jit(jax.grad(lambda x: jnp.sum(mlp(x)))).lower(x).compile().as_text()
     assert len(re.findall(r" dot\(", program)) == 2 * saved + 1
+
+
+@pytest.mark.kernels
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("rows", [5, 300])
+def test_gradients_of_lora_by_qwix(rows: int) -> None:
+    """qwix recognizes a reshaped parameter only in compiled functions that do not differentiate it."""
+    qwix: Any = pytest.importorskip("qwix")
+    layer = Linear((4,), (2, 3), ("embed", "heads", "head"), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    x, d = arrays("float32", (rows, 4), (rows, 6))
+    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=2.0)
+    adapted: Any = nnx.jit(lambda layer: qwix.apply_lora_to_model(layer, provider, x, rngs=nnx.Rngs(1)))(layer)
+    adapted.kernel_lora_b.set_value(arrays("float32", (2, 6))[0])
+    graph, adapter, frozen = nnx.split(adapted, nnx.LoRAParam, ...)
+    kernel = layer.kernel[...].reshape(6, 4)
+
+    def adapted_loss(adapter: Any, x: Any) -> jax.Array:
+        return jnp.sum(d * nnx.merge(graph, adapter, frozen)(x).reshape(rows, 6))
+
+    def loss(adapter: Any, x: Any) -> jax.Array:
+        return jnp.sum(d * (x @ kernel.T + x @ adapter.kernel_lora_a[...] @ adapter.kernel_lora_b[...]))
+
+    got, wanted = (jax.jit(jax.grad(f, (0, 1)))(adapter, x) for f in (adapted_loss, loss))
+    assert len(jax.tree.leaves(got)) == 3
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert max_error(ours, theirs) < PART_TOLERANCE * float(jnp.abs(theirs).max())

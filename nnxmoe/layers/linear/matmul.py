@@ -17,6 +17,13 @@ from nnxmoe.layers.linear import xla_cpu
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.sharding import reduction_dtype
 
+_DOT_GENERAL = jax.lax.dot_general.__code__
+
+
+def _is_intercepted() -> bool:
+    """Return whether qwix has replaced the code of `jax.lax.dot_general`, for example to add LoRA to the product."""
+    return jax.lax.dot_general.__code__ is not _DOT_GENERAL
+
 
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
     """Return ``x @ kernel``, or ``x @ kernel.T`` if ``transpose``. The kernel is cast to ``x``'s dtype.
@@ -25,6 +32,9 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
     built-in derivative would multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is
     accumulated and returned in float32, without rounding to ``x``'s dtype. On a mesh, XLA sums this gradient over
     devices in the dtype set by `reduce_gradients_in`. Forward mode and higher-order derivatives are supported.
+
+    JAX derives the gradients of products that qwix intercepts, because the custom gradients omit the terms that qwix
+    adds.
     """
     kernel_dtype, sum_dtype = kernel.dtype, reduction_dtype(jnp.float32, x.dtype)
 
@@ -41,6 +51,8 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
         left, right = (d_out, x) if transpose else (x, d_out)
         return dot_f32(left, right, -2, -2, dtype=sum_dtype).astype(kernel_dtype)
 
+    if _is_intercepted():
+        return product(x, kernel)
     return multilinear(product, {0: x_gradient, 1: kernel_gradient})(x, kernel)
 
 
@@ -52,7 +64,7 @@ def matmul_f32(
 ) -> Float[Array, "*rows O"]:
     """Return ``x @ kernel`` or ``x @ kernel.T``, accumulated and returned in float32. Operands are not cast."""
     rows = x.reshape(-1, x.shape[-1])
-    if transpose and xla_cpu.is_faster_with_kernel_first(rows):
+    if transpose and not _is_intercepted() and xla_cpu.is_faster_with_kernel_first(rows):  # qwix adapts right operands
         out = jax.lax.optimization_barrier(dot_f32(kernel, rows, -1, -1, precision)).T
     else:
         out = dot_f32(rows, kernel, -1, -1 if transpose else -2, precision)
