@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -74,23 +75,27 @@ class ChunkedLoss:
         return sums[0], jax.lax.stop_gradient(sums[1])
 
 
-def log_probabilities(
+def map_logits(
+    function: Callable[[Array, Array], Array],
     x: Float[Array, "B T D"],
     kernel: Kernel,
     targets: Int[Array, "B T"],
     mesh: AnyMesh | None = None,
     logits: int = ChunkedLoss.logits,
-) -> Float[Array, "B T"]:
-    """Compute the log-probability of each target; see `Head` and `ChunkedLoss`.
+) -> Float[Array, "B T ..."]:
+    """Apply a function to the logits and targets of one chunk of tokens at a time; see `Head` and `ChunkedLoss`.
 
     The result is differentiable. The backward pass recomputes the logits of each chunk.
+
+    Args:
+        function: Function ``(logits [B, t, V], targets [B, t]) -> [B, t, …]``, independent per token.
     """
     length = x.shape[1] // shard_count(mesh, context_shard_axes(x.shape[1], mesh))
     chunks = -(-length // _tokens_per_chunk(logits, kernel, targets, mesh))
 
     def local(x: Array, cast: Kernel, targets: Array) -> Array:
         def chunk_fn(x: Array, targets: Array) -> tuple[Array, None]:
-            return -_losses(cast.matmul_f32(x), targets, 0.0)[1], None
+            return function(cast.matmul_f32(x), targets), None
 
         return map_chunks(chunk_fn, chunks, x, targets)[0]
 
@@ -98,6 +103,17 @@ def log_probabilities(
     if mesh is None or not axes:
         return local(x, cast, targets)
     return shard_map(local, mesh, (rows, PartitionSpec(), rows), rows, axes)(x, cast, targets)
+
+
+def log_probabilities(
+    x: Float[Array, "B T D"],
+    kernel: Kernel,
+    targets: Int[Array, "B T"],
+    mesh: AnyMesh | None = None,
+    logits: int = ChunkedLoss.logits,
+) -> Float[Array, "B T"]:
+    """Compute the log-probability of each target; see `map_logits`."""
+    return map_logits(lambda logits, targets: -_losses(logits, targets, 0.0)[1], x, kernel, targets, mesh, logits)
 
 
 def _split(targets: Int[Array, "B T"], mesh: AnyMesh | None) -> tuple[tuple[str, ...], PartitionSpec]:
