@@ -6,6 +6,10 @@ model = nnxmoe.train.fit(model, data, optimizer=optax.adamw(1e-4), steps=500, ch
 """
 
 from nnxmoe.train import lora as lora
+from nnxmoe.train.advantages import GDPO as GDPO
+from nnxmoe.train.advantages import dr_grpo as dr_grpo
+from nnxmoe.train.advantages import group_advantages as group_advantages
+from nnxmoe.train.advantages import rloo as rloo
 from nnxmoe.train.checkpoints import Checkpoints as Checkpoints
 from nnxmoe.train.data.bad_records import DataError as DataError
 from nnxmoe.train.data.batches import Batches as Batches
@@ -32,9 +36,21 @@ from nnxmoe.train.loop.objective import Losses as Losses
 from nnxmoe.train.loop.objective import Objective as Objective
 from nnxmoe.train.loop.objective import TrainingObjective as TrainingObjective
 from nnxmoe.train.loop.optimizers import muon as muon
+from nnxmoe.train.loop.policy_gradient import GRPO as GRPO
+from nnxmoe.train.loop.policy_gradient import GSPO as GSPO
+from nnxmoe.train.loop.policy_loss import Clip as Clip
+from nnxmoe.train.loop.policy_loss import FixedLengthMean as FixedLengthMean
+from nnxmoe.train.loop.policy_loss import ImportanceSampling as ImportanceSampling
+from nnxmoe.train.loop.policy_loss import k3_kl as k3_kl
+from nnxmoe.train.loop.policy_loss import sequence_mean as sequence_mean
+from nnxmoe.train.loop.policy_loss import sequence_ratio as sequence_ratio
+from nnxmoe.train.loop.policy_loss import token_mean as token_mean
+from nnxmoe.train.loop.policy_loss import token_ratio as token_ratio
+from nnxmoe.train.loop.policy_loss import unbiased_kl as unbiased_kl
 from nnxmoe.train.loop.preference import DPO as DPO
 from nnxmoe.train.loop.preference import hinge_loss as hinge_loss
 from nnxmoe.train.loop.preference import ipo_loss as ipo_loss
 from nnxmoe.train.loop.preference import sigmoid_loss as sigmoid_loss
 from nnxmoe.train.loop.preference import with_reference as with_reference
 from nnxmoe.train.loop.step import Step as Step
+from nnxmoe.train.rewards import evaluate_rewards as evaluate_rewards

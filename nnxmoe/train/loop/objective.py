@@ -13,6 +13,7 @@ from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.validate import set_numbers
 from nnxmoe.layers.context import OutputRequest
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.given_routing import check_routing
 from nnxmoe.model.output import Body
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.selection import Routing
@@ -152,7 +153,8 @@ class RouterLosses(KnownFields):
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
         inputs = batch["tokens"], mask, batch.get("positions"), segments, None, key
         request = OutputRequest(all_hidden=False, reduce_routing=self._summarise_routing)
-        return model.body(*inputs, request)
+        routing = check_routing(model, batch.get("routing"), jnp.shape(batch["tokens"]))
+        return model.body(*inputs, request, routing=routing)
 
     def _of_routers(
         self, infos: Sequence[Any], share: float
@@ -163,7 +165,7 @@ class RouterLosses(KnownFields):
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
         return self.balance * balance + self.router_z_loss * router_z, (balance, router_z, load, dropped)
 
-    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], ...]:
         """Compute the auxiliary losses inside the layer, so that the router scores need not be stored."""
         return self.balance_loss(routing), balancing.z_loss(routing)
 

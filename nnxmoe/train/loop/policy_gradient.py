@@ -1,0 +1,236 @@
+"""Policy gradients from groups of samples: GRPO (Shao et al. 2024), GSPO (Zheng et al. 2025) and their variants.
+
+    train.GRPO(reward)                                                      # GRPO without a KL penalty
+    train.GRPO(reward, kl=0.04, reference=train.lora.without)               # as published, with adapters
+    train.GRPO(reward, clip=train.Clip(0.2, 0.28), aggregate=train.token_mean)           # DAPO
+    train.GRPO(reward, advantages=train.dr_grpo, aggregate=train.FixedLengthMean(256))   # Dr. GRPO
+    train.GSPO(reward)                                                      # ratio per sequence
+
+A batch has rows ``[B, T]``, in which samples may be packed. Arrays with one value per token are aligned
+with the token itself:
+
+| field | values |
+|---|---|
+| ``tokens`` | prompts and answers |
+| ``segment_ids``, ``positions`` | number of the sample in its row, 0 for padding; position in the sample |
+| ``loss_mask`` | 1 for the tokens of answers |
+| ``advantages``, ``rewards`` | values of the sample on its answer tokens, else 0 |
+| ``sampler_logps`` | log-probabilities of the answer tokens in the sampler |
+| ``old_logps`` | log-probabilities before the first update with these samples, see `GRPO.logps` |
+| ``reference_logps`` | log-probabilities in the reference model |
+| ``routing`` | expert ids ``[B, T, L, X]`` of the sampler, to replay its routing in the policy; -1: not replayed |
+
+All arrays after ``advantages`` are optional. Without ``old_logps``, the policy itself is the old policy.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from nnxmoe.config.validate import real_number, set_numbers
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.output import Body
+from nnxmoe.moe.router import Routing
+from nnxmoe.train.advantages import AdvantageFn, group_advantages
+from nnxmoe.train.loop.batch import Batch, check_batch, targets_of
+from nnxmoe.train.loop.loss import map_logits
+from nnxmoe.train.loop.objective import Losses, RouterLosses
+from nnxmoe.train.loop.policy_loss import (
+    AggregateFn,
+    Answers,
+    Clip,
+    Counts,
+    ImportanceSampling,
+    KLFn,
+    PerToken,
+    RatioFn,
+    k3,
+    sequence_mean,
+    sequence_ratio,
+    token_mean,
+    token_ratio,
+    unbiased_kl,
+)
+from nnxmoe.train.rewards import RewardFn, reward_functions
+
+REFERENCE, ROUTING = "reference_logps", "routing"
+SAMPLE_FIELDS = ("advantages", "rewards", "sampler_logps", "old_logps", REFERENCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPO(RouterLosses):
+    """Clipped policy-gradient loss of samples whose advantages are relative to a group.
+
+    The loss of a token is ``importance * clip(ratio, advantage) + kl * KL(policy || reference)``. A sample
+    without answer tokens is excluded from all means. The router losses include all tokens, also of prompts.
+
+    Metrics: ``reward`` and ``length`` per sample. ``clipped/low``, ``clipped/high``, ``entropy``, ``kl`` (to
+    the reference) and ``kl/rollout`` (from the sampler to the policy) per answer token. ``routing/flipped``,
+    the share of tokens per layer whose replayed experts differ from the router's choice.
+
+    Args:
+        reward: Reward function, or several, see `evaluate_rewards`.
+        reward_weights: Weight of each reward function. Defaults to 1.
+        advantages: Function from rewards ``[prompts, samples]`` to advantages, such as `group_advantages`.
+        ratio: Probability ratios, `token_ratio` or `sequence_ratio`.
+        clip: Clipping of the ratios.
+        kl: Weight of the KL divergence to the reference.
+        kl_estimator: Estimate of this divergence per token, `unbiased_kl` or `k3_kl`.
+        reference: Function from the trained model to the reference model, such as `lora.without`. If
+            None, batches with ``reference_logps`` have a reference.
+        aggregate: Mean over the tokens' losses: `sequence_mean`, `token_mean` or `FixedLengthMean`.
+        importance: Correction for samplers with other numerics. Requires ``sampler_logps``.
+        temperature: The policy is ``softmax(logits / temperature)``. Use the sampler's temperature.
+
+    Raises:
+        ValueError: If ``kl`` or a router weight is negative, ``temperature`` is not positive, or
+            ``reference`` is a model.
+    """
+
+    reward: RewardFn | Sequence[RewardFn]
+    _: dataclasses.KW_ONLY
+    reward_weights: Sequence[float] | None = None
+    advantages: AdvantageFn = group_advantages
+    ratio: RatioFn = token_ratio
+    clip: Clip = Clip()
+    kl: float = 0.0
+    kl_estimator: KLFn = unbiased_kl
+    reference: Callable[[CausalLM], CausalLM] | None = None
+    aggregate: AggregateFn = sequence_mean
+    importance: ImportanceSampling | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, functions = type(self).__name__, reward_functions(self.reward)
+        weights = [1.0] * len(functions) if self.reward_weights is None else self.reward_weights
+        if len(weights) != len(functions):
+            raise ValueError(
+                f"{name}(reward_weights=…) has {len(weights)} weights for {len(functions)} reward functions"
+            )
+        numbers = [real_number(f"{name}: reward_weights", weight, -1e30) for weight in weights]
+        object.__setattr__(self, "reward_weights", tuple(numbers))
+        set_numbers(self, "kl")
+        set_numbers(self, "temperature", positive=True)
+        if isinstance(self.reference, CausalLM):
+            raise ValueError(
+                f"{name}(reference=…) is a model: pass a function of the trained model, such as train.lora.without, or "
+                "add reference_logps to the batches"
+            )
+
+    def check(self, batch: Batch) -> None:
+        """Raise ValueError if the batch is malformed or lacks log-probabilities that the loss requires."""
+        name = type(self).__name__
+        if "targets" in batch:
+            raise ValueError(f"targets in a batch for {name}: remove them, because the targets are the answer tokens")
+        check_batch({field: array for field, array in batch.items() if field not in (*SAMPLE_FIELDS, ROUTING)})
+        required = ["loss_mask", "advantages", *(["sampler_logps"] if self.importance else [])]
+        if missing := [field for field in required if field not in batch]:
+            raise ValueError(f"a batch for {name} needs {missing[0]} [B, T], got {', '.join(batch)}")
+        shape = list(jnp.shape(batch["tokens"]))
+        for field in SAMPLE_FIELDS:
+            if (found := list(jnp.shape(batch.get(field, batch["tokens"])))) != shape:
+                raise ValueError(f"{field} has the shape {found}: it must be {shape}, as tokens has")
+        if self.reference is not None and REFERENCE in batch:
+            raise ValueError(f"the batch has {REFERENCE} and {name} has a reference function: remove one of them")
+        if self.kl and self.reference is None and REFERENCE not in batch:
+            raise ValueError(
+                f"{name}(kl={self.kl}) needs a reference: pass reference=train.lora.without for new adapters, or add "
+                f"{REFERENCE} to the batches"
+            )
+        segments = batch.get("segment_ids")
+        if isinstance(segments, np.ndarray) and np.max(segments) > shape[1]:
+            raise ValueError(f"segment_ids contains {np.max(segments)}: number the samples of each row from 1")
+
+    def count(self, batch: Batch) -> Counts:
+        """Count the answer tokens, and the samples that have any. Each count is at least 1."""
+        return Answers.from_batch(batch).counts()
+
+    def __call__(
+        self, model: CausalLM, batch: Batch, key: Any = None, count: Any = None, share: float = 1.0
+    ) -> tuple[Float[Array, ""], Losses]:
+        """Compute the scalar to minimize, and the metrics; see `TrainingObjective`."""
+        answers = Answers.from_batch(batch)
+        counts = answers.counts() if count is None else count
+        logps, entropy, body = self._policy(model, batch, key)
+        given = {name: answers.align(batch[name]) for name in SAMPLE_FIELDS if name in batch}
+        if self.reference is not None:
+            own_routing = {name: array for name, array in batch.items() if name != ROUTING}
+            given[REFERENCE] = jax.lax.stop_gradient(self._policy(self.reference(model), own_routing, key)[0])
+        losses, metrics = self.token_losses(logps, given, answers)
+        infos = [body.infos[i] for i in sorted(body.infos)]
+        auxiliary, routers = self._of_routers(infos, share)
+        total = self.aggregate(losses, answers, counts) + auxiliary
+        metrics["entropy"] = entropy
+        measured = {name: token_mean(values, answers, counts) for name, values in metrics.items()}
+        measured["length"] = jnp.sum(answers.weights) / counts.samples
+        if ROUTING in batch:
+            measured["routing/flipped"] = share * jnp.mean(jnp.stack([info.routing[2] for info in infos]))
+        if "rewards" in given:
+            measured["reward"] = sequence_mean(given["rewards"], answers, counts)
+        return total, Losses(total, None, jnp.sum(answers.weights), *routers, measured=measured)
+
+    def token_losses(
+        self, logps: PerToken, given: Mapping[str, PerToken], answers: Answers
+    ) -> tuple[PerToken, dict[str, Any]]:
+        """Compute the loss and the metrics of each answer token.
+
+        Args:
+            logps: Log-probabilities of the answer tokens in the policy, 0 elsewhere.
+            given: Arrays of the batch, aligned with ``logps``.
+        """
+        advantages, old_logps = given["advantages"], given.get("old_logps", jax.lax.stop_gradient(logps))
+        ratios = self.ratio(logps - old_logps, answers)
+        losses = self.clip(ratios, advantages)
+        low, high = self.clip.clipped(ratios, advantages)
+        metrics: dict[str, Any] = {"clipped/low": low, "clipped/high": high}
+        if self.importance is not None:
+            losses *= self.importance(old_logps - given["sampler_logps"], answers)
+        if REFERENCE in given:
+            metrics["kl"] = self.kl_estimator(given[REFERENCE] - logps, ratios)
+            losses += self.kl * metrics["kl"]
+        if "sampler_logps" in given:
+            metrics["kl/rollout"] = k3(logps - given["sampler_logps"])
+        return losses, metrics
+
+    def logps(self, model: CausalLM, batch: Batch) -> PerToken:
+        """Compute the log-probabilities of answer tokens, as ``old_logps`` or ``reference_logps`` of a batch."""
+        return jnp.roll(self._policy(model, batch, None)[0], 1, axis=1)
+
+    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], ...]:
+        """Compute the auxiliary losses, and the share of real tokens with other given experts."""
+        losses = super()._summarise_routing(routing)
+        if routing.flipped is None:
+            return losses
+        valid = jnp.ones_like(routing.flipped) if routing.valid is None else routing.valid
+        return *losses, jnp.sum(routing.flipped) / jnp.maximum(jnp.sum(valid), 1)  # padding has no given experts
+
+    def _policy(self, model: CausalLM, batch: Batch, key: Any) -> tuple[PerToken, PerToken, Body]:
+        """Return log-probabilities and entropies where answer tokens are predicted, and the outputs of the layers."""
+        body, (targets, weights) = self._body(model, batch, key), targets_of(batch)
+        function = functools.partial(logps_and_entropy, temperature=self.temperature)
+        values = map_logits(function, body.x, model.head_weight(), targets, model.mesh) * weights[..., None]
+        return values[..., 0], jax.lax.stop_gradient(values[..., 1]), body
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GSPO(GRPO):
+    """`GRPO` with one ratio per sequence and narrow clipping (Zheng et al. 2025)."""
+
+    ratio: RatioFn = sequence_ratio
+    clip: Clip = Clip(3e-4, 4e-4)
+
+
+def logps_and_entropy(logits: Array, targets: Array, temperature: float) -> Float[Array, "B t 2"]:
+    """Compute the log-probability of each target, and the entropy of the whole distribution."""
+    logits = logits / temperature
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    entropy = norm - jnp.sum(jnp.exp(logits - norm[..., None]) * logits, axis=-1)
+    return jnp.stack([chosen - norm, jax.lax.stop_gradient(entropy)], axis=-1)
