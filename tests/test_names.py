@@ -29,6 +29,8 @@ OTHER = {
     "families/palmoe.py",
     *("PretrainedConfig", "SamplingParams", "dense_matmul", "gmm", "param_scan_axis", "fused_qkv", "fused_mlp"),
     *("padding_idx", "ShardByJaxProcess", "einops", "rearrange", "switch", "jax_num_cpu_devices", "m3"),
+    *("PeftTrainer", "DPOTrainer", "GRPOLearner", "rollout_engine", "with_loss_fn", "logical_axis_rules"),
+    *("apply_lora_to_model", "role_to_logical_axis_rule"),
 }
 
 
