@@ -2,7 +2,8 @@
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
-`load_linen` loads the parameters of a Linen module into an NNX module.
+`load_linen` loads the parameters of a Linen module into an NNX module. `compare` compares the logits and the routing of
+two language models.
 """
 
 import dataclasses
@@ -17,8 +18,11 @@ from flax import nnx
 from nnxmoe.config.validate import real_number
 from nnxmoe.linen.mapping import Mapped
 from nnxmoe.testing import explain, sides
-from nnxmoe.testing.compare import compare_gradients, compare_outputs, pair_calls
+from nnxmoe.testing.differences import compare_gradients, compare_outputs, pair_calls
 from nnxmoe.testing.load import load_linen as load_linen
+from nnxmoe.testing.model_comparison import Comparison as Comparison
+from nnxmoe.testing.model_comparison import Recorded as Recorded
+from nnxmoe.testing.model_comparison import compare as compare
 from nnxmoe.testing.parameters import Names, compare_trees
 
 

@@ -14,8 +14,8 @@ from flax import nnx
 from nnxmoe.linen.mapping import general_linen_name
 from nnxmoe.moe.block import LatentMoE, MoE
 from nnxmoe.moe.dispatch import Dense
-from nnxmoe.moe.selection import Routing
-from nnxmoe.testing.compare import Pair, measure_gap
+from nnxmoe.moe.router import Routing
+from nnxmoe.testing.differences import Pair, measure_gap
 from nnxmoe.testing.sides import Arguments, LinenSide, NNXSide
 
 _SWAPS = 24  # maximum number of pairs of parameters or modules to try
