@@ -46,10 +46,10 @@ def evaluate_rewards(
 
 def reward_functions(functions: RewardFn | Sequence[RewardFn]) -> tuple[RewardFn, ...]:
     """Return one or several reward functions as a tuple. Raises ValueError if there are none."""
-    found = (functions,) if callable(functions) else tuple(functions)
-    if not found or not all(map(callable, found)):
+    sequence = (functions,) if callable(functions) else tuple(functions)
+    if not sequence or not all(map(callable, sequence)):
         raise ValueError(f"reward={short(functions)}: pass a function (prompts, completions, **fields), or several")
-    return found
+    return sequence
 
 
 def _evaluate(function: RewardFn, arguments: Mapping[str, Any]) -> Float[np.ndarray, "samples"]:

@@ -340,7 +340,7 @@ def test_accumulated_parts_equal_the_batch() -> None:
 
 
 def trained(mesh: dict[str, int] | None) -> list[Any]:
-    """Metrics of three steps with all parameters, and with adapters whose reference is the model without them."""
+    """Metrics of three steps with replayed routing, and with adapters whose reference is the model without them."""
     made = None if mesh is None else nnxmoe.make_mesh(**mesh)
     dispatch = nnxmoe.Sorted() if mesh is None else nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll())
     strategy, runs = dataclasses.replace(PLAIN, mesh=made, dispatch=dispatch), []
@@ -351,6 +351,9 @@ def trained(mesh: dict[str, int] | None) -> list[Any]:
         if reference:
             lora.add(model, 4, rngs=nnx.Rngs(0))
         data = {name: array for name, array in batch.items() if not (reference and name == "reference_logps")}
+        if not reference:
+            first = np.random.default_rng(0).integers(0, 6, (*batch["tokens"].shape, 1, 1))
+            data["routing"] = np.concatenate([first, (first + 1) % 6], axis=-1).astype(np.uint8)
         objective = train.GRPO(len, kl=0.1, reference=reference, importance=train.ImportanceSampling(), balance=0.1)
         run = train.fit(model, [data], objective=objective, optimizer=optax.sgd(0.02), steps=3)
         runs += [{name: value for name, value in metrics.items() if "second" not in name} for metrics in run.history]
@@ -360,7 +363,7 @@ def trained(mesh: dict[str, int] | None) -> list[Any]:
 @pytest.mark.slow
 def test_eight_devices_equal_one(eight: Callable[..., Any]) -> None:
     one = trained(None)
-    assert one[3]["kl"] == 0 < one[-1]["kl"]
+    assert one[3]["kl"] == 0 < one[-1]["kl"] and one[0]["routing/flipped"] > 0.5
     for axes in ({"fsdp": 4, "expert": 2}, {"fsdp": 2, "context": 2, "expert": 2}):
         for ours, theirs in zip(one, eight(trained, axes), strict=True):
             for name in ours:

@@ -135,8 +135,8 @@ class GRPO(RouterLosses):
             raise ValueError(f"a batch for {name} needs {missing[0]} [B, T], got {', '.join(batch)}")
         shape = list(jnp.shape(batch["tokens"]))
         for field in SAMPLE_FIELDS:
-            if (found := list(jnp.shape(batch.get(field, batch["tokens"])))) != shape:
-                raise ValueError(f"{field} has the shape {found}: it must be {shape}, as tokens has")
+            if (field_shape := list(jnp.shape(batch.get(field, batch["tokens"])))) != shape:
+                raise ValueError(f"{field} has the shape {field_shape}: it must be {shape}, as tokens has")
         if self.reference is not None and REFERENCE in batch:
             raise ValueError(f"the batch has {REFERENCE} and {name} has a reference function: remove one of them")
         if self.kl and self.reference is None and REFERENCE not in batch:
@@ -159,11 +159,11 @@ class GRPO(RouterLosses):
         answers = Answers.from_batch(batch)
         counts = answers.counts() if count is None else count
         logps, entropy, body = self._policy(model, batch, key)
-        given = {name: answers.align(batch[name]) for name in SAMPLE_FIELDS if name in batch}
+        inputs = {name: answers.align(batch[name]) for name in SAMPLE_FIELDS if name in batch}
         if self.reference is not None:
-            own_routing = {name: array for name, array in batch.items() if name != ROUTING}
-            given[REFERENCE] = jax.lax.stop_gradient(self._policy(self.reference(model), own_routing, key)[0])
-        losses, metrics = self.token_losses(logps, given, answers)
+            unrouted_batch = {name: array for name, array in batch.items() if name != ROUTING}
+            inputs[REFERENCE] = jax.lax.stop_gradient(self._policy(self.reference(model), unrouted_batch, key)[0])
+        losses, metrics = self.token_losses(logps, inputs, answers)
         infos = [body.infos[i] for i in sorted(body.infos)]
         auxiliary, routers = self._of_routers(infos, share)
         total = self.aggregate(losses, answers, counts) + auxiliary
@@ -172,31 +172,31 @@ class GRPO(RouterLosses):
         measured["length"] = jnp.sum(answers.weights) / counts.samples
         if ROUTING in batch:
             measured["routing/flipped"] = share * jnp.mean(jnp.stack([info.routing[2] for info in infos]))
-        if "rewards" in given:
-            measured["reward"] = sequence_mean(given["rewards"], answers, counts)
+        if "rewards" in inputs:
+            measured["reward"] = sequence_mean(inputs["rewards"], answers, counts)
         return total, Losses(total, None, jnp.sum(answers.weights), *routers, measured=measured)
 
     def token_losses(
-        self, logps: PerToken, given: Mapping[str, PerToken], answers: Answers
+        self, logps: PerToken, inputs: Mapping[str, PerToken], answers: Answers
     ) -> tuple[PerToken, dict[str, Any]]:
         """Compute the loss and the metrics of each answer token.
 
         Args:
             logps: Log-probabilities of the answer tokens in the policy, 0 elsewhere.
-            given: Arrays of the batch, aligned with ``logps``.
+            inputs: Arrays of the batch, aligned with ``logps``.
         """
-        advantages, old_logps = given["advantages"], given.get("old_logps", jax.lax.stop_gradient(logps))
+        advantages, old_logps = inputs["advantages"], inputs.get("old_logps", jax.lax.stop_gradient(logps))
         ratios = self.ratio(logps - old_logps, answers)
         losses = self.clip(ratios, advantages)
         low, high = self.clip.clipped(ratios, advantages)
         metrics: dict[str, Any] = {"clipped/low": low, "clipped/high": high}
         if self.importance is not None:
-            losses *= self.importance(old_logps - given["sampler_logps"], answers)
-        if REFERENCE in given:
-            metrics["kl"] = self.kl_estimator(given[REFERENCE] - logps, ratios)
+            losses *= self.importance(old_logps - inputs["sampler_logps"], answers)
+        if REFERENCE in inputs:
+            metrics["kl"] = self.kl_estimator(inputs[REFERENCE] - logps, ratios)
             losses += self.kl * metrics["kl"]
-        if "sampler_logps" in given:
-            metrics["kl/rollout"] = k3(logps - given["sampler_logps"])
+        if "sampler_logps" in inputs:
+            metrics["kl/rollout"] = k3(logps - inputs["sampler_logps"])
         return losses, metrics
 
     def logps(self, model: CausalLM, batch: Batch) -> PerToken:
