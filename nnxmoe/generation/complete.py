@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
+from jaxtyping import Integer
 
 from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.validate import as_python, check_type, whole_number
@@ -48,6 +49,8 @@ class Completion:
         logprobs: log-probability of each new id. See `Request`.
         top: most likely ids per position. See `Request`.
         accepted: ``accepted[n]`` is the number of steps that accepted n draft tokens.
+        routing: experts of the prompt and of ``ids`` except the last. None unless requested, and for dense models.
+            See `Request`.
     """
 
     prompt: int
@@ -59,6 +62,7 @@ class Completion:
     logprobs: tuple[float, ...]
     top: tuple[list[tuple[int, float]], ...]
     accepted: Mapping[int, int]
+    routing: Integer[np.ndarray, "tokens L X"] | None = None
 
 
 class CompleteOptions(TypedDict, total=False):
@@ -74,6 +78,7 @@ class CompleteOptions(TypedDict, total=False):
         draft: see `Engine`.
         constraint: see `RequestOptions`.
         schema: JSON schema that the generated text follows. Cannot be combined with ``constraint``.
+        return_routing: see `RequestOptions`.
     """
 
     min_new_tokens: int
@@ -84,6 +89,7 @@ class CompleteOptions(TypedDict, total=False):
     draft: DraftOption
     constraint: Constraint | None
     schema: Mapping[str, Any] | bool | str | None
+    return_routing: bool
 
 
 @reject_unknown_arguments
@@ -117,8 +123,7 @@ def complete(
     """
     check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     prompt_list = _as_list(prompts)
-    seeds, vocab = _seeds(seed, len(prompt_list)), model.vocab_size
-    n = whole_number("n", n, 1)
+    seeds, vocab, n = _seeds(seed, len(prompt_list)), model.vocab_size, whole_number("n", n, 1)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
     stop_strings, stop_tokens = check_stop_strings(stop, tokenizer, vocab)
     prompt_ids = map_numbered("prompt", prompt_list, lambda prompt: check_ids(encode_prompt(prompt, tokenizer), vocab))
@@ -130,6 +135,7 @@ def complete(
         logit_bias={} if (biases := options.get("logit_bias")) is None else biases,
         logprobs=options.get("logprobs"),
         constraint=_constraint(options, tokenizer),
+        return_routing=options.get("return_routing", False),
     )
     if not prompt_list:
         return iter(())
@@ -248,6 +254,7 @@ def _in_order(
 
 def _completion(request: Request, prompt: int, text: StopStringFilter) -> Completion:
     assert request.finish is not None
+    routing = request.routing
     return Completion(
         prompt,
         request.options.sample,
@@ -258,6 +265,7 @@ def _completion(request: Request, prompt: int, text: StopStringFilter) -> Comple
         tuple(request.logprobs[: text.count]),
         tuple(request.top[: text.count]),
         dict(request.accepted),
+        None if routing is None else routing[: len(request.prompt) + text.count - 1],
     )
 
 

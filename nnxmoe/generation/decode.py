@@ -23,6 +23,7 @@ from nnxmoe.generation.grouping import LARGE, SMALL, SMALLEST_BATCH, SMALLEST_CA
 from nnxmoe.generation.ids import EosIds, as_token_ids, check_ids, eos_ids
 from nnxmoe.generation.passes import CacheSize, cache_bytes, fits
 from nnxmoe.generation.request import Finish, Request, RequestOptions
+from nnxmoe.generation.request_routing import pad_routing
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import bucket_size
@@ -40,7 +41,8 @@ def generate(
     eos_token_id: EosIds = ...,
     seed: int = 0,
     draft: DraftOption = None,
-) -> Integer[np.ndarray, "B T_plus_new"]:
+    return_routing: bool = False,
+) -> Integer[np.ndarray, "B T_plus_new"] | Any:
     """Continue a batch of prompts until all rows have ended.
 
     Deterministic for a given seed. A row ends early, with a warning, if its logits are NaN or infinite.
@@ -52,11 +54,14 @@ def generate(
         eos_token_id: ids that end a row. Defaults to the checkpoint's EOS tokens. If None, no id ends a
             row.
         draft: see `Engine`.
+        return_routing: whether to return the experts of each token as well.
 
     Returns:
         Prompts followed by up to ``max_new_tokens`` ids. Ended rows are padded with the checkpoint's
         pad id, or with its EOS id if there is no pad id. The dtype is the dtype of the prompts, or int32
-        if the prompts have a narrower dtype.
+        if the prompts have a narrower dtype. With ``return_routing``, a tuple ``(ids, routing)``. Routing is
+        ``[B, T_plus_new, L, X]`` in the smallest signed dtype: X experts per token and layer with experts, and -1 for
+        padding and for the last id of a row, which was never an input. It is None for dense models.
 
     Raises:
         ValueError: if ids are outside the vocabulary, a prompt is empty, or the mask and ``tokens`` differ in
@@ -65,7 +70,7 @@ def generate(
     check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    options = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
+    options = RequestOptions(max_new_tokens, 0, sampling, eos, seed, return_routing=return_routing)
     # Dynamic NTK scaling depends on the longest row of the batch. transformers keeps extending finished rows. With
     # dynamic scaling, finished rows are therefore extended here too.
     end_ids = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
@@ -76,19 +81,28 @@ def generate(
         )
     engine_options = dataclasses.replace(options, stop_ids=None) if end_ids else options
     engine, requests = _requests(model, tokens, attention_mask, engine_options, draft)
+    new_ids = _run(engine, requests, end_ids)
+    padded_ids = np.full((len(tokens), max(map(len, new_ids))), _pad_id(model, eos), tokens.dtype)
+    for row, ids in zip(padded_ids, new_ids, strict=True):
+        row[: len(ids)] = ids
+    output_ids = np.concatenate([tokens, padded_ids], axis=1)
+    if not return_routing:
+        return output_ids
+    mask = np.ones(tokens.shape) if attention_mask is None else np.asarray(attention_mask)
+    is_input = np.concatenate([mask != 0, np.ones(padded_ids.shape, bool)], axis=1)
+    counts = [len(request.prompt) + len(ids) - 1 for request, ids in zip(requests, new_ids, strict=True)]
+    return output_ids, pad_routing([request.routing for request in requests], counts, is_input, model.config.experts)
+
+
+def _run(engine: Engine, requests: Sequence[Request], end_ids: set[int]) -> list[list[int]]:
+    """Run the engine until all requests have ended. Returns their ids, up to the first of ``end_ids``."""
     try:
         while not all(request.done or not end_ids.isdisjoint(request.ids) for request in requests):
             engine.step()
     finally:
         _report_dropped(engine)
-    new_ids = list[list[int]]()
-    for request in requests:
-        through_end = next((i + 1 for i, token_id in enumerate(request.ids) if token_id in end_ids), None)
-        new_ids.append(request.ids[:through_end])
-    padded_ids = np.full((len(tokens), max(map(len, new_ids))), _pad_id(model, eos), tokens.dtype)
-    for row, ids in zip(padded_ids, new_ids, strict=True):
-        row[: len(ids)] = ids
-    return np.concatenate([tokens, padded_ids], axis=1)
+    ends = (next((i + 1 for i, token in enumerate(r.ids) if token in end_ids), None) for r in requests)
+    return [request.ids[:end] for request, end in zip(requests, ends, strict=True)]
 
 
 @reject_unknown_arguments

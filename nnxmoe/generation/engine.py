@@ -9,10 +9,9 @@ process must make the same calls.
 
 import collections
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,18 +21,10 @@ from nnxmoe.generation import passes
 from nnxmoe.generation.draft_cost import DraftOption
 from nnxmoe.generation.engine_plan import EnginePlan, plan_engine
 from nnxmoe.generation.grammar import empty_masks
-from nnxmoe.generation.grouping import (
-    LARGE,
-    MAX_SMALL,
-    SMALL,
-    Grouping,
-    PrefillGroup,
-    PrefixCache,
-    chunk_sizes,
-    left_padded_chunks,
-)
+from nnxmoe.generation.grouping import LARGE, MAX_SMALL, SMALL, Grouping, PrefixCache
 from nnxmoe.generation.ids import Ids, as_token_ids, check_ids, eos_ids
 from nnxmoe.generation.passes import LogitsMode, PassResult
+from nnxmoe.generation.prefill import Prefill, Prefilled, Prefiller
 from nnxmoe.generation.request import (
     FINISH_REASONS,
     EngineLimits,
@@ -44,29 +35,19 @@ from nnxmoe.generation.request import (
     RequestOptions,
     unusable_logits,
 )
+from nnxmoe.generation.request_routing import PassRouting
 from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, empty_rows, start_rows, step_rows
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import commit_arrays, warn_beyond_positions
 from nnxmoe.runtime.progress import logger
 
 
-@dataclasses.dataclass(eq=False)
-class _Prefill:
-    """Prefill in progress.
+class _Report(NamedTuple):
+    """Report on the device, with the requests of its rows and the routing of the tokens that it follows."""
 
-    Attributes:
-        requests: requests whose prompts are prefilled. Empty for the prefill of a prefix.
-        prefix: the prefix that is prefilled, or None.
-        chunks: ids and validity masks of the remaining chunks, each [rows, chunk size].
-        result: result of the chunks so far, or of the preceding prefix.
-        shares_result: True if ``result`` belongs to a prefix, so its cache must not be donated.
-    """
-
-    requests: list[Request]
-    prefix: Prefix | None
-    chunks: collections.deque[tuple[np.ndarray, np.ndarray]]
-    result: PassResult | None
-    shares_result: bool
+    report: RowReport
+    requests: list[Request | None]
+    routing: tuple[PassRouting, ...]
 
 
 class Engine:
@@ -119,18 +100,12 @@ class Engine:
     ):
         self._ahead = whole_number("ahead", ahead, 0)
         plan = plan_engine(model, slots, capacity, limits, logits_processor, draft, prefix_bytes, grouping)
-        self.limits, self.slots, self.capacity, self._vocab = (
-            plan.limits,
-            plan.slots,
-            plan.capacity,
-            plan.model.vocab_size,
-        )
-        self.prefix_cache = PrefixCache(plan.max_prefixes)
-        self._prefix_results = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefilled prefixes
+        self.limits, self.slots, self.capacity = plan.limits, plan.slots, plan.capacity
+        self._vocab = plan.model.vocab_size
         self._outdated = weakref.WeakSet[Request]()  # requests whose caches contain keys of an earlier model
+        self._cache_axes = passes.cache_batch_axes(plan.model, plan.cache_size)
+        self._prefiller = Prefiller(plan.max_prefixes, self._cache_axes)
         self._use(plan)
-
-        self._cache_axes = passes.cache_batch_axes(self.model, plan.cache_size)
         memory = None if self.draft is None else self.draft.empty(self.slots, plan.cache_size.tokens)
 
         self._unused_row = RequestOptions(stop_ids=None).row_params(self.limits, self._vocab)
@@ -142,15 +117,16 @@ class Engine:
         self._slots: list[Request | None] = [None] * self.slots
         self._active = np.zeros(self.slots, bool)  # slots whose rows are running, according to the reports read so far
         self._waiting: collections.deque[Request] = collections.deque()
-        self._prefill: _Prefill | None = None
-        self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
+        self._prefill: Prefill | None = None
+        self._reports: collections.deque[_Report] = collections.deque()
 
     def _use(self, plan: EnginePlan) -> None:
         """Set the model and the draft of a plan, and the compiled passes with the model's arrays."""
         self.plan, self.model, self.draft = plan, plan.model, plan.draft
-        self._pass = self._step = passes.passes(self.model)
-        if self.draft is not None:
-            self._step = passes.passes(passes.deterministic_blocks(self.model, self.slots * plan.step_width))
+        self._prefiller.use(plan)
+        self._step = self._prefiller.run_pass
+        if plan.draft is not None:
+            self._step = passes.passes(passes.deterministic_blocks(plan.model, plan.slots * plan.step_width))
 
     def update_model(self, model: CausalLM) -> None:
         """Replace the model by a model of the same structure with different values, without compilation.
@@ -166,8 +142,6 @@ class Engine:
         """
         self._check_open()
         self._use(self.plan.with_model(model))
-        self.prefix_cache.clear()
-        self._prefix_results.clear()
         self._outdated.update(filter(None, self._slots))
         if self._prefill is not None and self._prefill.prefix is not None:
             self._prefill = None  # the waiting prompts that start with the prefix plan a new prefill
@@ -184,6 +158,11 @@ class Engine:
         slot.
         """
         return self.plan.cache_bytes(self.slots)
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """Prefixes that this engine caches."""
+        return self._prefiller.prefix_cache
 
     @property
     def dropped(self) -> int:
@@ -215,7 +194,7 @@ class Engine:
         request = self._request(ids, options, prefix)
         if self.prefix_cache.max_prefixes and prefix is None:
             request.prefix = self.prefix_cache.match(request.prompt)
-        elif self.prefix_cache.max_prefixes and prefix is not None and prefix not in self._prefix_results:
+        elif self.prefix_cache.max_prefixes and prefix is not None and prefix not in self._prefiller.prefixes:
             self.prefix_cache.link(prefix)
         warn_beyond_positions(self.model, len(request.prompt) + request.options.max_new_tokens)
         if request.options.max_new_tokens == 0:
@@ -260,7 +239,7 @@ class Engine:
         """
         self._check_open()
         if self._prefill is None:
-            self._prefill = self._next_prefill()
+            self._plan_prefill()
         if self._prefill is not None:
             self._advance_prefill(self._prefill)
         events = list[Event]()
@@ -279,7 +258,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compile all programs for requests without a prefix, so that no request waits for compilation."""
         options = RequestOptions(max_new_tokens=2, stop_ids=None)
-        prefix_cache, self.prefix_cache = self.prefix_cache, PrefixCache(0)
+        prefix_cache, self._prefiller.prefix_cache = self.prefix_cache, PrefixCache(0)
         longest = min(self.capacity, self.model.config.max_position_embeddings) - options.max_new_tokens
         for length in (1, SMALL + 1, MAX_SMALL * SMALL + 1, LARGE + 1):
             if length > longest:
@@ -292,7 +271,7 @@ class Engine:
                 for _ in range(count):
                     self.submit([0] * length, options)
                 self.run()
-        self.prefix_cache = prefix_cache
+        self._prefiller.prefix_cache = prefix_cache
 
     def cancel(self, request: Request) -> None:
         """End a request and free its slot. No-op if the request has already ended."""
@@ -321,92 +300,33 @@ class Engine:
 
     # Prefill
 
-    def _next_prefill(self) -> _Prefill | None:
-        """Plan the next prefill: a prefix that waiting prompts need, or else the prompts.
-
-        Returns None if no slot is free or no request is waiting.
-        """
+    def _plan_prefill(self) -> None:
+        """Plan the next prefill if a slot is free and a request is waiting, and assign slots to its requests."""
         free_slots = [slot for slot, request in enumerate(self._slots) if request is None]
-        if not self._waiting or not free_slots:
-            return None
-        prefix = self._waiting[0].prefix
-        if prefix is not None and prefix not in self._prefix_results:
-            return self._prefill_of_prefix(prefix)
-        return self._prefill_of_prompts(prefix, free_slots)
+        if self._waiting and free_slots:
+            self._prefill = self._prefiller.plan_next(self._waiting, len(free_slots))
+            for slot, request in zip(free_slots, self._prefill.requests, strict=False):
+                self._slots[slot] = request
 
-    def _prefill_of_prefix(self, prefix: Prefix) -> _Prefill:
-        """Plan the prefill of the shortest prefix of ``prefix`` that has not been prefilled."""
-        start: Prefix | None = prefix
-        while start is not None and start not in self._prefix_results:
-            prefix, start = start, self.prefix_cache.starts.get(start, start.start)
-        ids = prefix.ids[_length(start) :]
-        group = PrefillGroup(1, self.plan.batch_shards, chunk_sizes(len(ids)))
-        return self._plan_prefill([ids], group, start, [], prefix)
-
-    def _prefill_of_prompts(self, prefix: Prefix | None, free_slots: list[int]) -> _Prefill:
-        """Plan the prefill of the next prompts with this prefix, and assign slots to their requests."""
-        prompts = list[tuple[int, ...]]()  # without the prefix
-        for request in itertools.islice(self._waiting, len(free_slots)):
-            if request.prefix is not prefix:
-                break
-            prompts.append(request.prompt[_length(prefix) :])
-        if prompts[0]:
-            group = self.plan.grouping([len(ids) for ids in itertools.takewhile(bool, prompts)], self.slots)
-        else:  # the prefix is the whole prompt
-            group = PrefillGroup(1, self.plan.batch_shards, [])
-        requests = [self._waiting.popleft() for _ in range(group.prompts)]
-        for slot, request in zip(free_slots, requests, strict=False):
-            self._slots[slot] = request
-        return self._plan_prefill(prompts[: group.prompts], group, prefix, requests, None)
-
-    def _plan_prefill(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        group: PrefillGroup,
-        start: Prefix | None,
-        requests: list[Request],
-        prefix: Prefix | None,
-    ) -> _Prefill:
-        """Split prompts into chunks. Prefill appends the chunks to a copy of the cache of ``start``."""
-        rows = self.plan.pad_rows(group.rows)
-        chunks = left_padded_chunks(prompts, rows, group.sizes)
-        result = None if start is None else self._prefix_results[start]
-        if result is not None and chunks:
-            cache = passes.broadcast_row(result.cache, rows, self._cache_axes)
-            result = result._replace(cache=cache, memory=passes.broadcast_memory(result.memory, rows))
-        return _Prefill(requests, prefix, collections.deque(chunks), result, start is not None and not chunks)
-
-    def _advance_prefill(self, prefill: _Prefill) -> None:
+    def _advance_prefill(self, prefill: Prefill) -> None:
         """Prefill one chunk. After the last chunk, start the rows of the prompts, or store the prefix."""
-        if prefill.prefix is None and all(request.done for request in prefill.requests):
-            self._prefill = None  # all requests were cancelled
+        if prefill.is_cancelled:
+            self._prefill = None
             return
         if prefill.chunks:
-            self._read_chunk(prefill, *prefill.chunks.popleft())
+            self._dropped = self._prefiller.run_chunk(prefill, self._dropped)
         if prefill.chunks:
             return
         self._prefill = None
         if prefill.prefix is None:
             self._start_requests(prefill)
         else:
-            assert prefill.result is not None
-            self._prefix_results[prefill.prefix] = prefill.result
-            self.prefix_cache.starts.pop(prefill.prefix, None)  # the cache of the start prefix is no longer needed
+            self._prefiller.store(prefill)
 
-    def _read_chunk(self, prefill: _Prefill, ids: np.ndarray, valid: np.ndarray) -> None:
-        previous, size = prefill.result, self.plan.cache_size
-        cache, memory = (None, None) if previous is None else (previous.cache, previous.memory)
-        mode = LogitsMode(last_only=True, with_states=self.draft is not None)
-        result = self._pass(ids, valid, cache, self._dropped, size, mode)
-        if self.draft is not None:
-            memory = self.draft.empty(len(ids), size.tokens) if memory is None else memory
-            memory = passes.draft_prefill(self.draft, memory, ids, valid, result.states)
-        self._dropped, prefill.result = result.dropped, result._replace(memory=memory)
-
-    def _start_requests(self, prefill: _Prefill) -> None:
+    def _start_requests(self, prefill: Prefill) -> None:
         """Copy the caches of prompts into their slots and sample the first ids."""
-        result = prefill.result
-        assert result is not None
+        assert prefill.prefilled is not None
+        result, routing = prefill.prefilled
         rows = result.logits.shape[0]
         slots = np.full(rows, self.slots, np.int32)  # out-of-range index for rows without a slot
         ids, lengths = np.zeros((rows, self.plan.cache_size.tokens), np.int32), np.ones(rows, np.int32)
@@ -436,7 +356,7 @@ class Engine:
         for row, request in enumerate(row_requests):
             if request is not None:
                 self._active[slots[row]], request.steps = True, 1
-        self._reports.append((report, row_requests))
+        self._reports.append(_Report(report, row_requests, routing))
 
     def _store_rows(self, cache: Any, slots: np.ndarray, is_shared: bool) -> None:
         """Copy rows of a cache into slots, or use the cache itself if its rows are already in place."""
@@ -470,7 +390,7 @@ class Engine:
         """
         rows, plan = self._rows, self.plan
         valid = rows.active if plan.masks_ended_rows else None
-        mode = LogitsMode(last_only=False)
+        mode = LogitsMode(last_only=False, with_routing=self.limits.return_routing)
         result = self._step(rows.ids, valid, self._cache, self._dropped, plan.cache_size, mode)
         self._cache, self._dropped = result.cache, result.dropped
         events = list[Event]()
@@ -486,12 +406,13 @@ class Engine:
         self._cache = dataclasses.replace(result.cache, length=length)
         for request in self._active_requests():
             request.steps += 1
-        self._reports.append((report, requests))
+        routing = () if result.routing is None else (PassRouting(result.routing, valid=None),)
+        self._reports.append(_Report(report, requests, routing))
         return events
 
     def _read_report(self) -> list[Event]:
         """Read the oldest report, update its requests and end finished requests."""
-        device_report, requests = self._reports.popleft()
+        device_report, requests, routing = self._reports.popleft()
         report = jax.tree.map(np.asarray, device_report)
         events = list[Event]()
         for row, request in enumerate(requests):
@@ -500,6 +421,7 @@ class Engine:
                 continue
             new_ids = report.ids[row, :count].tolist()
             _update_request(request, report, row, new_ids)
+            request.routing_parts += [part.read(row, count) for part in routing]
             if finish == "error":
                 self._warn_of_logits(request)
             elif finish is not None:
@@ -518,7 +440,9 @@ class Engine:
         slot = self._slots.index(request)
         cache = passes.broadcast_row(self._cache, self.plan.batch_shards, self._cache_axes, slot)
         result: Any = PassResult(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
-        self._prefix_results[self.prefix_cache.insert(Prefix(ids))] = result
+        parts = request.routing_parts
+        routing = (PassRouting.of_tokens(np.concatenate(parts)),) if parts else ()
+        self._prefiller.prefixes[self.prefix_cache.insert(Prefix(ids))] = Prefilled(result, routing)
 
     def _warn_of_logits(self, request: Request) -> None:
         """Warn once per engine that a request ended because its logits are NaN or infinite."""
@@ -527,10 +451,6 @@ class Engine:
             text = "the logits after %d prompt ids and %d new ids are NaN or infinite, so the request ends with "
             text += "finish='error' (further such requests are not reported): %s"
             logger.warning(text, len(request.prompt), len(request.ids), unusable_logits(self.model))
-
-
-def _length(prefix: Prefix | None) -> int:
-    return 0 if prefix is None else len(prefix.ids)
 
 
 def _update_request(request: Request, report: RowReport, row: int, new_ids: list[int]) -> None:

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.generation import rows
+from nnxmoe.generation.request_routing import stack_layers
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import unscan
 from nnxmoe.model.layerwise import layerwise_program
-from nnxmoe.model.output import LOGITS_ONLY, Ids, TokenMask
+from nnxmoe.model.output import Ids, OutputRequest, TokenMask, drop_routing, narrow_experts
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.program import commit_arrays, require_values, split_once
 from nnxmoe.model.stack import ScannedStack
@@ -54,6 +55,7 @@ class PassResult(NamedTuple):
         states: hidden states that multi-token prediction layers read.
         cache: cache after the pass.
         dropped: number of expert assignments dropped so far, including this pass.
+        routing: experts of all ids of the pass in the L layers with experts, or None.
         memory: memory of the draft after these ids.
     """
 
@@ -61,6 +63,7 @@ class PassResult(NamedTuple):
     states: Float[Array, "B _ S"]
     cache: Cache
     dropped: Int[Array, ""]
+    routing: Integer[Array, "B T L X"] | None = None
     memory: Any = None
 
 
@@ -71,10 +74,12 @@ class LogitsMode(NamedTuple):
         last_only: whether to compute logits of the last column only, and to skip the work for other
             columns.
         with_states: whether to compute the states of all columns even with ``last_only``.
+        with_routing: whether to return the experts of all columns.
     """
 
     last_only: bool
     with_states: bool = False
+    with_routing: bool = False
 
 
 def _pass(
@@ -88,14 +93,19 @@ def _pass(
 ) -> PassResult:
     """Run the model on ids. Starts with an empty cache if ``cache`` is None."""
     ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
-    last_token_only = mode.last_only and not mode.with_states
-    fresh, request = cache is None, dataclasses.replace(LOGITS_ONLY, last_token_only=last_token_only)
+    last_token_only = mode.last_only and not (mode.with_states or mode.with_routing)
+    reduce_routing = narrow_experts if mode.with_routing else drop_routing
+    request = OutputRequest(last_token_only, all_hidden=False, reduce_routing=reduce_routing)
+    fresh = cache is None
     cache = model.empty_cache(ids.shape[0], *cache_size) if cache is None else cache
     body = model.body(ids, valid, cache=cache, request=request, fresh=fresh)
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
-    dropped = replicate(dropped, model.mesh)
-    return PassResult(model.logits(body.x[:, -1:] if mode.last_only else body.x), body.mtp_hidden, body.cache, dropped)
+    routing = None
+    if mode.with_routing and body.infos:
+        routing = replicate(stack_layers([info.routing for info in body.infos.values()]), model.mesh)
+    logits = model.logits(body.x[:, -1:] if mode.last_only else body.x)
+    return PassResult(logits, body.mtp_hidden, body.cache, replicate(dropped, model.mesh), routing)
 
 
 def passes(model: CausalLM) -> Callable[..., PassResult]:

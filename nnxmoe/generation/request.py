@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Integer
 
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, check_type, whole_number
@@ -33,12 +34,15 @@ class EngineLimits:
         max_logprobs: maximum number of most likely ids whose log-probabilities are reported. If None, no
             log-probabilities are computed.
         sampling: sampling operations that requests may use.
+        return_routing: whether requests may return their routing. If so, every pass returns the experts of its
+            tokens, and prefixes are cached with their routing.
     """
 
     max_stop_ids: int = 16
     max_logit_biases: int = 0
     max_logprobs: int | None = None
     sampling: StaticSampling = StaticSampling()
+    return_routing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_stop_ids", "max_logit_biases", "max_logprobs"):
@@ -47,6 +51,7 @@ class EngineLimits:
         check_type(
             "sampling", self.sampling, StaticSampling, "the sampling of RequestOptions(…).required_limits(vocab)"
         )
+        check_type("return_routing", self.return_routing, bool, "True or False")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +72,7 @@ class RequestOptions:
         logprobs: number of most likely ids to report per position, in addition to the log-probabilities
             of the new ids. If None, no log-probabilities are reported.
         constraint: restricts the ids, for example a `Grammar`. Takes precedence over all other options.
+        return_routing: whether to return the experts of each token (`Request.routing`).
     """
 
     max_new_tokens: int = 64
@@ -78,6 +84,7 @@ class RequestOptions:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     logprobs: int | None = None
     constraint: Constraint | None = None
+    return_routing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seed", "sample", "max_new_tokens", "min_new_tokens", "logprobs"):
@@ -91,6 +98,7 @@ class RequestOptions:
         has_start = callable(getattr(self.constraint, "start", None)) and not isinstance(self.constraint, type)
         if self.constraint is not None and not has_start:
             raise ValueError(f"constraint={short(self.constraint)}: pass an object such as nnxmoe.Grammar, or None")
+        check_type("return_routing", self.return_routing, bool, "True or False")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
@@ -109,7 +117,9 @@ class RequestOptions:
     def required_limits(self, vocab_size: int) -> EngineLimits:
         """Return the engine limits that this request requires. `Engine` adds the checkpoint's EOS tokens."""
         static = split_sampling(self.sampling, vocab_size)[0]
-        return EngineLimits(max(1, len(self._stop_ids)), len(self.logit_bias), self.logprobs, static)
+        max_stop_ids = max(1, len(self._stop_ids))
+        biases, routing = len(self.logit_bias), self.return_routing
+        return EngineLimits(max_stop_ids, biases, self.logprobs, static, return_routing=routing)
 
     def row_params(self, limits: EngineLimits, vocab_size: int, prompt_length: int = 0) -> RowParams:
         """Convert the options to NumPy arrays for one row, without a row dimension.
@@ -145,6 +155,7 @@ class RequestOptions:
             ("stop_ids", len(self._stop_ids), limits.max_stop_ids),
             ("logit_bias", len(self.logit_bias), limits.max_logit_biases),
             ("logprobs", _or_minus_one(self.logprobs), _or_minus_one(limits.max_logprobs)),
+            ("return_routing", self.return_routing, limits.return_routing),
         ):
             if count > limit:
                 raise ValueError(f"{name}: {count} exceeds the maximum of {max(limit, 0)} in this engine's {limits}")
@@ -195,6 +206,7 @@ class Request:
         finish: why the request ended, or None while it runs.
         progress: state of the constraint, or None.
         drafts: ids that the draft proposed for the next step.
+        routing_parts: experts of consecutive tokens. Empty unless `EngineLimits.return_routing` is set.
     """
 
     prompt: tuple[int, ...]
@@ -209,6 +221,16 @@ class Request:
     finish: Finish | None = None
     progress: ConstraintState | None = None
     drafts: list[int] = dataclasses.field(default_factory=list)
+    routing_parts: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def routing(self) -> Integer[np.ndarray, "tokens L X"] | None:
+        """Experts of the prompt and of the new ids except the last, which was never an input of the model.
+
+        Contains the L layers with experts in order, and X experts per token, in the smallest unsigned dtype. None if
+        the options do not request the routing, if no id has been generated yet, or if the model is dense.
+        """
+        return np.concatenate(self.routing_parts) if self.options.return_routing and self.routing_parts else None
 
     @property
     def done(self) -> bool:

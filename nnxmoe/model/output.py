@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import OutputRequest
@@ -74,6 +74,11 @@ class Output:
 
 def drop_routing(routing: Routing) -> None:
     """Discard a layer's routing. Used as `OutputRequest.reduce_routing`."""
+
+
+def narrow_experts(routing: Routing) -> Integer[Array, "*rows X"]:
+    """Return the ids of the selected experts in the smallest unsigned dtype. Used as `OutputRequest.reduce_routing`."""
+    return routing.experts.astype(np.min_scalar_type(routing.logits.shape[-1] - 1))
 
 
 EVERYTHING = OutputRequest()

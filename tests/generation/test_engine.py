@@ -328,9 +328,10 @@ def _storm(events: int) -> None:
 def test_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of one prompt, a shared beginning, a prefix of a prefix, and a prompt that is its prefix."""
     model, engine = tiny(), Engine(tiny(), slots=3, capacity=150)
-    beginning, read, plain = prompts(1, seed=9, longest=2)[0] * 66, [], engine._pass
+    beginning, read, plain = prompts(1, seed=9, longest=2)[0] * 66, [], engine._prefiller.run_pass
     beginning = [(7 * i) % VOCAB for i in range(66)]
-    monkeypatch.setattr(engine, "_pass", lambda ids, valid, *rest: _counted(read, plain, ids, valid, *rest))
+    counted = functools.partial(_counted, read, plain)
+    monkeypatch.setattr(engine._prefiller, "run_pass", counted)
     first = Prefix(tuple(beginning))
     second = Prefix((*beginning, 1, 2, 3), first)
     ends = [([], first), ([4], first), ([1, 2, 3], second), ([1, 2, 3], second), ([1, 2, 3, 9, 9], second)]

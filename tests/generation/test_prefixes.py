@@ -59,7 +59,7 @@ def test_prompts_that_begin_alike_get_what_they_would_get(kind: str, slots: int,
     assert answer == run(plain, turn)
     assert kept.prefix_cache.tokens - before == len(turn) - 8 - 1  # all but the last id of the first answer
     gc.collect()
-    assert len(kept.prefix_cache) <= kept.prefix_cache.max_prefixes == 4 and len(kept._prefix_results) <= 4
+    assert len(kept.prefix_cache) <= kept.prefix_cache.max_prefixes == 4 and len(kept._prefiller.prefixes) <= 4
     together = [kept.submit([*system, *ids(7, 10 + i)], RequestOptions(6, stop_ids=None)) for i in range(5)]
     kept.run()
     for i, request in enumerate(together):
@@ -142,6 +142,6 @@ def test_memory_is_bounded_and_warming_up_leaves_nothing() -> None:
     for seed in range(6):
         run(engine, ids(66, seed), 2)
     gc.collect()
-    assert len(engine.prefix_cache) == 3 == len(engine._prefix_results)
+    assert len(engine.prefix_cache) == 3 == len(engine._prefiller.prefixes)
     with pytest.raises(ValueError, match="takes"):
         Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=10**15)

@@ -1,0 +1,72 @@
+"""Experts that the tokens of requests were routed to, collected from the passes of an engine.
+
+A token takes L * X bytes, for L layers with X experts per token each, of up to 256 experts: 48 * 8 = 384 bytes for
+Qwen3-30B-A3B. With more than 256 experts, an id takes two bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Integer
+
+
+class PassRouting(NamedTuple):
+    """Experts of the tokens of one pass. The array stays on the device until a row is read.
+
+    Attributes:
+        experts: expert ids.
+        valid: False for padding. None for a decoding step: the number of new ids is then the number of valid tokens.
+    """
+
+    experts: Integer[Array | np.ndarray, "R T L X"]
+    valid: Bool[np.ndarray, "R T"] | None
+
+    @classmethod
+    def of_tokens(cls, experts: Integer[np.ndarray, "T L X"]) -> "PassRouting":
+        """Create the routing of one row without padding."""
+        return cls(experts[None], np.ones((1, len(experts)), bool))
+
+    def first_row(self) -> "PassRouting":
+        """Return the routing with the first row as the only valid row."""
+        assert self.valid is not None
+        return self._replace(valid=self.valid[:1])
+
+    def read(self, row: int, new_count: int) -> Integer[np.ndarray, "T L X"]:
+        """Copy the experts of a row's valid tokens to the host. Every row starts with the tokens of a single row."""
+        experts: Any = np.asarray(self.experts)
+        if self.valid is None:
+            return experts[row, :new_count].copy()
+        row = min(row, len(self.valid) - 1)
+        return experts[row, self.valid[row]]
+
+
+@jax.jit
+def stack_layers(experts: list[Integer[Array, "R T X"]]) -> Integer[Array, "R T L X"]:
+    """Stack the expert ids of the layers. Compiled, because the passes of a `LayerwiseModel` are Python functions."""
+    return jnp.stack(experts, axis=2)
+
+
+def pad_routing(
+    routings: Sequence[Integer[np.ndarray, "tokens L X"] | None],
+    counts: Sequence[int],
+    is_input: Bool[np.ndarray, "B T"],
+    experts: int,
+) -> Integer[np.ndarray, "B T L X"] | None:
+    """Combine the routing of several rows. Columns without routing have the ids -1, in the smallest signed dtype.
+
+    Args:
+        routings: experts of the tokens of each row, or None for dense models.
+        counts: number of tokens per row.
+        is_input: columns of the tokens in each row. Columns beyond the number of tokens are ignored.
+        experts: number of experts.
+    """
+    known = [routing for routing in routings if routing is not None]
+    if not known:
+        return None
+    padded = np.full((*is_input.shape, *known[0].shape[1:]), -1, np.min_scalar_type(-experts))
+    for row, (routing, count) in enumerate(zip(known, counts, strict=True)):
+        padded[row, np.flatnonzero(is_input[row])[:count]] = routing[:count]
+    return padded
