@@ -138,7 +138,9 @@ def plan_engine(
         draft=resolved,
         cache_size=cache_size,
         grouping=grouping,
-        step_options=StepOptions(limits.sampling, limits.max_logprobs, logits_processor, mesh),
+        step_options=StepOptions(
+            limits.sampling, limits.max_logprobs, limits.tempered_logprobs, logits_processor, mesh
+        ),
         max_prefixes=whole_number("prefix_bytes", prefix_bytes, 0) // max(bytes_per_prefix, 1),
     )
     _check_memory(plan, plan.max_prefixes * bytes_per_prefix)

@@ -34,6 +34,8 @@ class EngineLimits:
         max_logprobs: maximum number of most likely ids whose log-probabilities are reported. If None, no
             log-probabilities are computed.
         sampling: sampling operations that requests may use.
+        tempered_logprobs: whether log-probabilities are computed from the logits divided by the temperature of the
+            request, as the logits that ids are sampled from. Greedy requests have temperature 1.
         return_routing: whether requests may return their routing. If so, every pass returns the experts of its
             tokens, and prefixes are cached with their routing.
     """
@@ -42,6 +44,7 @@ class EngineLimits:
     max_logit_biases: int = 0
     max_logprobs: int | None = None
     sampling: StaticSampling = StaticSampling()
+    tempered_logprobs: bool = False
     return_routing: bool = False
 
     def __post_init__(self) -> None:
@@ -51,7 +54,8 @@ class EngineLimits:
         check_type(
             "sampling", self.sampling, StaticSampling, "the sampling of RequestOptions(…).required_limits(vocab)"
         )
-        check_type("return_routing", self.return_routing, bool, "True or False")
+        for name in ("tempered_logprobs", "return_routing"):
+            check_type(name, getattr(self, name), bool, "True or False")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +203,8 @@ class Request:
         row_params: the options as arrays.
         prefix: the prefix whose cache is reused. None after the prompt has been prefilled.
         ids: new ids so far.
-        logprobs: log-probability of each new id under the model's distribution, before options are applied.
+        logprobs: log-probability of each new id under the model's distribution, before options are applied (see
+            `EngineLimits.tempered_logprobs`).
         top: most likely ids per position, with their log-probabilities.
         steps: number of steps started for the request.
         accepted: ``accepted[n]`` is the number of steps in which n ids of the draft were accepted.

@@ -72,12 +72,14 @@ class StepOptions(NamedTuple):
         sampling: sampling operations that any row needs.
         max_logprobs: number of most likely ids whose log-probabilities are reported. If None, no
             log-probabilities are computed.
+        tempered_logprobs: whether the logits are divided by the temperature before log-probabilities are computed.
         logits_processor: applied to the logits, or None.
         mesh: mesh of the model, or None.
     """
 
     sampling: StaticSampling
     max_logprobs: int | None
+    tempered_logprobs: bool
     logits_processor: LogitsProcessor | None
     mesh: AnyMesh | None
 
@@ -109,7 +111,8 @@ class RowReport(NamedTuple):
         new_count: number of new ids per row. 0 if the logits are NaN or infinite.
         end: why the row ended, or `RUNNING`.
         drafts: drafts of the next step.
-        logprobs: log-probabilities of ``ids`` under the model's distribution, before options are applied.
+        logprobs: log-probabilities of ``ids`` under the model's distribution, before options other than
+            ``tempered_logprobs`` are applied.
         top_ids: most likely ids per position.
         top_logprobs: log-probabilities of ``top_ids``.
     """
@@ -391,7 +394,8 @@ def _accept(
         ids.append(next_ids)
         finite.append(is_finite)
     report_ids, valid = jnp.stack(ids, axis=1), jnp.stack(finite, axis=1)
-    logprobs = _logprobs(logits, report_ids, params.logprobs, inputs.options.max_logprobs)
+    temperature = params.dynamic.temperature if inputs.options.tempered_logprobs else None
+    logprobs = _logprobs(logits, report_ids, params.logprobs, inputs.options.max_logprobs, temperature)
     if inputs.options.max_logprobs is not None:
         valid &= jnp.isfinite(logprobs[0])
     accepted = jnp.cumprod(drafts == report_ids[:, :-1], axis=1)
@@ -418,14 +422,24 @@ def _masked(scores: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: U
 
 
 def _logprobs(
-    logits: Float[Array, "B W V"], ids: Int[Array, "B W"], num_requested: Int[Array, "B"], top: int | None
+    logits: Float[Array, "B W V"],
+    ids: Int[Array, "B W"],
+    num_requested: Int[Array, "B"],
+    top: int | None,
+    temperature: Float[Array, "B"] | None,
 ) -> tuple[Any, Any, Any]:
-    """Compute log-probabilities of ``ids`` and of the ``top`` most likely ids, if a row requests them."""
+    """Compute log-probabilities of ``ids`` and of the ``top`` most likely ids, if a row requests them.
+
+    With ``temperature``, the logits are first divided by the temperature of their row, except if it is 0 (greedy).
+    """
     if top is None:
         return None, None, None
 
     def compute() -> tuple[Array, Array, Array]:
-        all_logprobs = jax.nn.log_softmax(logits, axis=-1)
+        scaled = logits
+        if temperature is not None:
+            scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+        all_logprobs = jax.nn.log_softmax(scaled, axis=-1)
         top_logprobs, top_ids = jax.lax.top_k(all_logprobs, max(top, 1))
         return (
             jnp.take_along_axis(all_logprobs, ids[..., None], axis=-1)[..., 0],

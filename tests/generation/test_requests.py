@@ -432,3 +432,25 @@ def test_fifty_lengths_compile_few_programs(door: str) -> None:
                 list(nnxmoe.complete(model, prompt, max_new_tokens=2, eos_token_id=None))
 
     assert compiled_in(run) <= 12
+
+
+@pytest.mark.parametrize("draft", [None, pytest.param(PromptLookup(2), marks=pytest.mark.slow)])
+def test_log_probabilities_after_temperature(draft: Any) -> None:
+    """Logits are divided by the temperature of the row, before penalties; greedy rows and all ids stay the same."""
+    model, prompt = tiny(), [5, 6, 7, 5, 6]
+    samplings = [None, Sampling(0.5), Sampling(1.7, top_k=9, repetition_penalty=1.3)]
+    results = []
+    for tempered in (False, True):
+        limits = EngineLimits(max_logprobs=2, tempered_logprobs=tempered)
+        engine = Engine(model, slots=3, capacity=40, limits=limits, draft=draft)
+        jobs = [RequestOptions(9, sampling=one, stop_ids=None, seed=4, logprobs=2) for one in samplings]
+        results.append([engine.submit(prompt, options) for options in jobs])
+        engine.run()
+    for raw, request, temperature in zip(*results, (1, 0.5, 1.7), strict=True):
+        assert raw.ids == request.ids
+        logits = model(np.array([[*prompt, *request.ids]])).logits[0, len(prompt) - 1 : -1]
+        for one, scale in ((raw, 1), (request, temperature)):
+            wanted = np.asarray(jax.nn.log_softmax(logits / scale))
+            np.testing.assert_allclose(one.logprobs, wanted[np.arange(9), one.ids], atol=2e-5)
+            top = [[logprob for _, logprob in pairs] for pairs in one.top]
+            np.testing.assert_allclose(top, np.sort(wanted)[:, :-3:-1], atol=2e-5)
