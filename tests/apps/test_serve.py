@@ -1,8 +1,10 @@
 """The server: its answers are those of `complete` and `score`, faults are refused by name, and no slot is lost."""
 
 import asyncio
+import base64
 import contextlib
 import copy
+import io
 import json
 import re
 import signal
@@ -17,10 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import nnxmoe
+from nnxmoe import Sampling
 from nnxmoe.apps import cli
 from nnxmoe.apps.cli import serve_command
 from nnxmoe.apps.serve import engine_thread
@@ -78,6 +82,34 @@ def test_answers_can_be_sent_back(server: Running) -> None:
     turns = [*CHAT["messages"], answer | {"tool_calls": None, "annotations": []}, {"role": "user", "content": "And 1?"}]
     more = {"messages": turns, "tools": None, "tool_choice": None, "store": False, "max_tokens": 4}
     assert one(server, CHATS, CHAT | more)["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, pytest.param(CHATS, marks=pytest.mark.slow)])
+def test_experts_of_each_token(demo: Any, path: str) -> None:
+    """Whole and streamed, with samples and a stop string; only for requests that ask, and servers that allow it."""
+    model, tokenizer = demo
+    body = (STORY if path == COMPLETIONS else CHAT) | {"max_tokens": 10, "n": 2, "temperature": 0.8, "seed": 3}
+    body |= {"stop": "e", "return_routed_experts": True}
+    prompt: Any = STORY["prompt"] if path == COMPLETIONS else CHAT["messages"]
+    with serving(model, tokenizer, return_routing=True) as running:
+        status, whole = running.call(path, body)
+        assert status == 200, whole
+        chunks = [event["choices"][0] for event in running.stream(path, body)]
+        assert "routed_experts" not in one(running, path, body | {"n": 1, "return_routed_experts": False})
+    options: dict[str, Any] = {"max_new_tokens": 10, "n": 2, "sampling": Sampling(0.8), "seed": 3, "stop": "e"}
+    wanted = nnxmoe.complete(model, [prompt], tokenizer, return_routing=True, **options)
+    for choice, done in zip(whole["choices"], wanted, strict=True):
+        experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        np.testing.assert_array_equal(experts, done.routing)
+        assert experts.dtype == np.uint8 and len(experts) == len(done.prompt_ids) + len(done.ids) - 1
+        mine = [chunk.get("routed_experts") for chunk in chunks if chunk["index"] == choice["index"]]
+        assert mine == [None] * (len(mine) - 1) + [choice["routed_experts"]]
+
+
+def test_experts_need_an_option_of_the_server(server: Running) -> None:
+    status, found = server.call(COMPLETIONS, STORY | {"return_routed_experts": True})
+    assert status == 400 and "--enable-return-routed-experts" in found["error"]["message"]
+    assert "routed_experts" not in one(server, COMPLETIONS, STORY | {"return_routed_experts": False})
 
 
 @pytest.mark.slow

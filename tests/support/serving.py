@@ -123,10 +123,16 @@ class Running(Client):
 
 @contextlib.contextmanager
 def serving(
-    model: nnxmoe.CausalLM, tokenizer: Any, *, slots: int = 2, capacity: int = 256, **settings: Any
+    model: nnxmoe.CausalLM,
+    tokenizer: Any,
+    *,
+    slots: int = 2,
+    capacity: int = 256,
+    return_routing: bool = False,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server of a model named "tiny" on a free port; at the end it must stop, and its engine be closed."""
-    engine = serving_engine(model, slots=slots, capacity=capacity)
+    engine = serving_engine(model, slots=slots, capacity=capacity, return_routing=return_routing)
     chosen = ServerSettings(**{"name": "tiny", "drain": 20.0, **settings})
     started, listener = threading.Event(), socket.create_server(("127.0.0.1", 0), backlog=256)
     server = make_server(make_app(engine, tokenizer, chosen, started.set), chosen)

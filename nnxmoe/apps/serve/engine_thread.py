@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Integer
+
 from nnxmoe.apps.serve.settings import Refused
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Event, Finish, Prefix, Request, RequestOptions, unusable_logits
@@ -35,6 +38,7 @@ class Sample:
         finish: Why the sample ended, or `None` if it is still running.
         echoed: Number of prompt ids at the start of ``ids``, if the response echoes the prompt.
         start: Index in ``text`` at which the generated text starts.
+        routing: Experts of the prompt and of all new ids except the last. Set in the last piece, if requested.
     """
 
     text: str = ""
@@ -44,6 +48,7 @@ class Sample:
     finish: Finish | None = None
     echoed: int = 0
     start: int = 0
+    routing: Integer[np.ndarray, "tokens L X"] | None = None
 
     def add(self, piece: "Sample") -> None:
         """Append a piece."""
@@ -51,7 +56,7 @@ class Sample:
         self.ids += piece.ids
         self.logprobs += piece.logprobs
         self.top += piece.top
-        self.finish = piece.finish
+        self.finish, self.routing = piece.finish, piece.routing
 
 
 @dataclasses.dataclass(eq=False)
@@ -221,11 +226,14 @@ class EngineThread:
         request, previous_count = event.request, text.count
         new_text = text.add_ids(event.ids, event.finish)
         finish = "stop" if text.stopped else event.finish
+        span, routing = slice(previous_count, text.count), None
         if finish is not None:
             self.engine.cancel(request)
             del self._running[request]
-        span = slice(previous_count, text.count)
-        return Sample(new_text, request.ids[span], [*request.logprobs[span]], [*request.top[span]], finish)
+            routing = request.routing
+        sample = Sample(new_text, request.ids[span], [*request.logprobs[span]], [*request.top[span]], finish)
+        sample.routing = None if routing is None else routing[: len(request.prompt) + text.count - 1]
+        return sample
 
     def _score(self, texts: Sequence[tuple[int, ...]], top: int) -> list[Score]:
         try:

@@ -5,11 +5,15 @@ chunk) and ``prefix`` (prefix of response ids). `opening` creates the choices be
 `choice` creates a choice of a whole response, and `delta` creates a choice of a chunk.
 """
 
+import base64
 import dataclasses
 import functools
+import io
 import re
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from nnxmoe.apps.serve.answer_form import PLAIN, AnswerForm, AnswerSplit
 from nnxmoe.apps.serve.call_split import CallPiece
@@ -96,7 +100,8 @@ class CompletionFormat:
     def choice(self, index: int, sample: Sample) -> Json:
         """Create a choice with the text and the log-probabilities."""
         logprobs = None if self.logprobs is None else self._logprobs(index, sample)
-        return {"index": index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish}
+        choice = {"index": index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish}
+        return choice | _routed_experts(sample)
 
     delta = choice
 
@@ -173,7 +178,8 @@ class ChatFormat:
         finish_reason: str | None = sample.finish
         if finish_reason == "stop" and calls and self.answer.calls is not None and not self.answer.calls.named:
             finish_reason = "tool_calls"
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
+        return choice | _routed_experts(sample)
 
     def _logprobs(self, sample: Sample) -> list[Json]:
         return [
@@ -184,6 +190,14 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float | None) -> Json:
         return {"token": self.texts.text(token), "logprob": logprob, "bytes": self.texts.bytes(token)}
+
+
+def _routed_experts(sample: Sample) -> Json:
+    """Encode the routing as in vLLM: the base64 text of a ``.npy`` file, in the last choice of a sample."""
+    if sample.routing is None:
+        return {}
+    np.save(buffer := io.BytesIO(), np.ascontiguousarray(sample.routing))
+    return {"routed_experts": base64.b64encode(buffer.getvalue()).decode()}
 
 
 def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:

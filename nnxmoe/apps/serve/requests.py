@@ -77,7 +77,7 @@ class Planner:
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
-        self.vocab, self.biases = engine.model.vocab_size, engine.limits.max_logit_biases
+        self.vocab, self.limits = engine.model.vocab_size, engine.limits
         self.stop_ids, self.sampling = eos_ids(engine.model, ...), default_sampling(engine.model)
         self.symbols = symbols(tokenizer)
 
@@ -189,7 +189,11 @@ class Planner:
     ) -> Planned:
         n = _at_most("n", request.n, self.settings.samples) or 1
         biases, min_tokens = request.logit_bias or {}, request.min_tokens or 0
-        _at_most("logit_bias", len(biases), self.biases)
+        _at_most("logit_bias", len(biases), self.limits.max_logit_biases)
+        routed = bool(request.return_routed_experts)
+        if routed and not self.limits.return_routing:
+            reason = "return_routed_experts: start the server with --enable-return-routed-experts"
+            raise Refused(400, reason, "return_routed_experts")
         if min_tokens > max_tokens:
             raise Refused(400, f"min_tokens={min_tokens} is more than the limit of {max_tokens} tokens", "min_tokens")
         with _refusing("logit_bias"):
@@ -203,7 +207,9 @@ class Planner:
         sampling = _sampling(request, self.sampling)
         grammar = self._constraint(request, stop_ids, answer)
         extra_options: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": grammar}
-        options = RequestOptions(max_tokens, min_tokens, sampling, stop_ids, seed, **extra_options)
+        options = RequestOptions(
+            max_tokens, min_tokens, sampling, stop_ids, seed, **extra_options, return_routing=routed
+        )
         usage = None if request.stream_options is None else request.stream_options.usage
         seeded, stream = request.seed is not None, bool(request.stream)
         return Planned(prompts, options, n, texts, seeded, stream, usage, answer=answer)

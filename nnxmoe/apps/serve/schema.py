@@ -107,7 +107,7 @@ class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of completion and chat requests. ``model`` defaults to the served model.
 
     ``min_tokens``, ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids`` and
-    ``guided_…`` are fields of vLLM, not of OpenAI.
+    ``guided_…`` are fields of vLLM, and ``return_routed_experts`` is a field of SGLang, not of OpenAI.
     """
 
     model: str | None = None
@@ -133,6 +133,7 @@ class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
     guided_grammar: str | None = None
+    return_routed_experts: bool | None = None
 
 
 class CompletionRequest(BaseRequest, kw_only=True):

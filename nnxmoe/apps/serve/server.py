@@ -32,7 +32,13 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def serving_engine(
-    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: DraftOption = None, prefix_bytes: int | None = None
+    model: CausalLM,
+    *,
+    slots: int = 8,
+    capacity: int = 2048,
+    draft: DraftOption = None,
+    prefix_bytes: int | None = None,
+    return_routing: bool = False,
 ) -> Engine:
     """Create an engine whose limits cover every option of the API.
 
@@ -42,10 +48,12 @@ def serving_engine(
         capacity: See `Engine`. Limited to the model's ``max_position_embeddings``.
         draft: See `Engine`.
         prefix_bytes: See `Engine`. Defaults to the memory of `KEPT` slots.
+        return_routing: Whether requests may set ``return_routed_experts``.
     """
     rules = default_sampling(model).rules
     steps = StaticSampling(rules=() if rules is None else (rules,))
-    limits = EngineLimits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
+    max_stop_ids = len(eos_ids(model, ...)) + ServerSettings.stops
+    limits = EngineLimits(max_stop_ids, BIASES, CHAT_LOGPROBS, steps, return_routing=return_routing)
     capacity = min(capacity, model.config.max_position_embeddings)
     cache_bytes_limit = KEPT * cache_bytes(model, 1, CacheSize(capacity, 0)) if prefix_bytes is None else prefix_bytes
     return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=cache_bytes_limit)
