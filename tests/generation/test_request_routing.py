@@ -113,7 +113,14 @@ def test_completions(draft: Any) -> None:
     completions = list(nnxmoe.complete(model, prompts, Letters(), max_new_tokens=24, return_routing=True, **options))
     assert {done.finish for done in completions} >= {"stop"} and len(completions) == 6
     assert not sum(mismatches(model, done) for done in completions)
-    assert next(nnxmoe.complete(model, prompts, Letters())).routing is None
+    whole = list(nnxmoe.complete(model, prompts, Letters(), max_new_tokens=24, eos_token_id=None))
+    assert whole[0].routing is None
+    options |= {"n": 1, "sampling": None, "eos_token_id": None}
+    for length in (9, 10, 11, 12):  # stops between drafted ids, which are accepted because greedy ids repeat
+        options["stop"] = [done.text[:length] for done in whole]
+        stopped = list(nnxmoe.complete(model, prompts, Letters(), max_new_tokens=24, return_routing=True, **options))
+        assert [len(done.ids) for done in stopped] == [length] * 3
+        assert not sum(mismatches(model, done) for done in stopped)
 
 
 def test_generate() -> None:
