@@ -87,7 +87,8 @@ def _content_key(value: Any, seen: dict[int, int]) -> Any:
     if isinstance(value, Mapping):
         return tuple((_key(name, seen), _key(item, seen)) for name, item in value.items())
     if dataclasses.is_dataclass(value):
-        return tuple((field.name, _key(getattr(value, field.name), seen)) for field in dataclasses.fields(value))
+        names = [field.name for field in dataclasses.fields(value) if field.compare]
+        return tuple((name, _key(getattr(value, name), seen)) for name in names)
     if type(value).__hash__ in (None, object.__hash__):
         raise _Opaque
     return value

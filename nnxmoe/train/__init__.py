@@ -17,6 +17,7 @@ from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.batches import preferences as preferences
 from nnxmoe.train.data.documents import Documents as Documents
+from nnxmoe.train.data.prompts import prompts as prompts
 from nnxmoe.train.loop.callbacks import CsvLog as CsvLog
 from nnxmoe.train.loop.callbacks import EarlyStopping as EarlyStopping
 from nnxmoe.train.loop.callbacks import JsonLog as JsonLog

@@ -139,8 +139,7 @@ class Batches(Iterator[Batch]):
         self._position = packed[-1][1]
         rows = [row for row, _ in packed] + [[]] * (self.batch_size - len(packed))
         local_rows = self.batch_size // self.share[1]
-        arrays = [self.documents.row(row, self.seq_len) for row in rows[self.share[0] * local_rows :][:local_rows]]
-        return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
+        return self.documents.batch(rows[self.share[0] * local_rows :][:local_rows], self.seq_len)
 
     def count(self) -> int:
         """Count the batches of all epochs by packing every document.

@@ -172,6 +172,11 @@ class Documents:
         """Pack documents into one row, as arrays ``[T]``."""
         return fill(documents, length, self.tokenizer.pad_token_id or 0)
 
+    def batch(self, rows: Sequence[Sequence[Document]], length: int) -> Any:
+        """Pack each row of documents, and stack the rows to a batch of arrays ``[B, T]``."""
+        arrays = [self.row(row, length) for row in rows]
+        return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
+
     def tell_cut(self, length: int, *, ended: bool) -> None:
         """Warn about chats that are truncated or skipped because they exceed ``length`` tokens.
 

@@ -65,7 +65,7 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
     The field "tools" and other fields of messages are passed to the chat template. "tool_calls" are
     validated (see `parse_tool_calls`). As in OpenAI's format, answers with weight 0 are not trained on.
     """
-    fields = _fields(value)
+    fields = fields_of(value)
     pair = fields.keys() >= set(PAIR)
     present = sorted((name for name in FORMS if name in fields), key=lambda name: fields[name] is None)
     if pair and (not present or (present[0] == "prompt" and "completion" not in fields)):
@@ -128,7 +128,7 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     next to whole chats is ignored. "tools" are passed to the chat template. Raises RecordError if the
     object has a different format, or if both completions are equal.
     """
-    fields = _fields(value)
+    fields = fields_of(value)
     both: list[Any] = [_required(fields, name) for name in PAIR]
     chats, texts = (all(isinstance(field, types) for field in both) for types in ((list, tuple), str))
     if not (chats or texts):
@@ -159,7 +159,7 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     return (chosen, rejected), frozenset(str(name) for name in fields if name not in ("prompt", *PAIR, "tools"))
 
 
-def _fields(value: object) -> Fields:
+def fields_of(value: object) -> Fields:
     if not isinstance(value, Mapping):
         hint = ': write {"text": …}' if isinstance(value, str) else ""
         raise RecordError(f"{short(value)} is not a JSON object{hint}", "not a JSON object")

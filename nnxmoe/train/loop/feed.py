@@ -3,7 +3,7 @@
 import base64
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from nnxmoe.axes import CONTEXT
 from nnxmoe.convert.storage.multihost import gather_texts
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, batch_sharding
 from nnxmoe.sharding_rules import shard_count
@@ -34,6 +35,16 @@ class BatchSource:
     def __init__(self, data: Iterable[Batch]) -> None:
         self.data, self.taken = data, 0
         self.batches: Any = iter(data)
+
+    @property
+    def stride(self) -> int:
+        """Number of batches after which the position can be saved. 1 unless the batches are `Rollouts`."""
+        return getattr(self.batches, "stride", 1)
+
+    def sample_from(self, current_model: Callable[[], CausalLM]) -> None:
+        """Pass a function that returns the current model to batches that are sampled from it."""
+        if hasattr(self.batches, "current_model"):
+            self.batches.current_model = current_model
 
     def next(self) -> tuple[Batch, dict[str, Any]]:
         """Return the next batch and the position after it. Restarts re-iterable data when exhausted.

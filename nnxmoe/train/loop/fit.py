@@ -17,14 +17,15 @@ from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import on_mesh, with_rules
 from nnxmoe.runtime.interrupts import Interrupted, stopping
-from nnxmoe.sharding_rules import training_rules
+from nnxmoe.sharding import batch_axes
+from nnxmoe.sharding_rules import shard_count, training_rules
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource
 from nnxmoe.train.loop.interface import Callback, Fitted
 from nnxmoe.train.loop.measured import Evaluation, token_flops
 from nnxmoe.train.loop.memory_limit import BatchLimit, refuse_state, size_of_batches
-from nnxmoe.train.loop.objective import TrainingObjective
+from nnxmoe.train.loop.objective import SampledObjective, TrainingObjective
 from nnxmoe.train.loop.run import Run
 from nnxmoe.train.loop.step import Step
 
@@ -61,7 +62,7 @@ def fit(
 
     Args:
         data: Batches as dicts with ``tokens [B, T]`` and optionally other `train.loop.batch.FIELDS`.
-            Re-iterable data restarts when exhausted.
+            Re-iterable data restarts when exhausted. For `GRPO`, lists of prompt records, see `train.prompts`.
         optimizer: An optax optimizer such as ``optax.adamw(1e-4)``, or `train.muon`.
         steps: Total number of steps, including the steps of an earlier run.
         checkpoint: A folder, or `Checkpoints`. In a folder, a checkpoint is saved every 100 steps and
@@ -84,6 +85,7 @@ def fit(
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = _on_training_mesh(model, mesh or model.strategy.mesh)
     step = _step(model, optimizer, options)
+    data = _sampled(data, step, seed)
     limit = _limit(step, model, data)
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoints(checkpoint)
@@ -122,6 +124,15 @@ def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: Ste
     if options.get("trainable") is None:
         options["trainable"] = _trainable(model)
     return Step(model, optimizer, **options)
+
+
+def _sampled(data: Iterable[Batch], step: Step, seed: int) -> Iterable[Batch]:
+    """Return the batches that the objective samples from the trained model, or ``data`` for other objectives."""
+    if not isinstance(step.objective, SampledObjective):
+        return data
+    microbatches = 1 if step.pipeline is None else step.pipeline.microbatches
+    shards = shard_count(step.mesh, batch_axes(step.mesh))
+    return step.objective.rollouts(data, seed, shards * step.accumulate * microbatches)
 
 
 def _trainable(model: CausalLM) -> Any:

@@ -91,6 +91,7 @@ def shown_metrics(metrics: Metrics) -> dict[str, str]:
     """Format the metrics shown next to the progress bar. Omits zeros, except for the loss."""
     formats = {
         "loss": "{:.4f}",
+        "reward": "{:.3f}",
         "tokens_per_second": "{:.0f}",
         "seconds": "{:.3f}",
         "mfu": "{:.1%}",

@@ -1,8 +1,8 @@
 """Training objectives: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,15 @@ class TrainingObjective(Protocol):
             count: Result of `count` for the whole batch, or None without accumulation.
             share: Weight of the terms that are not divided by ``count``.
         """
+        ...
+
+
+@runtime_checkable
+class SampledObjective(TrainingObjective, Protocol):
+    """Objective whose batches are sampled from the model that is being trained, such as `GRPO`."""
+
+    def rollouts(self, prompts: Iterable[Any], seed: int, row_multiple: int) -> Iterable[Batch]:
+        """Return an iterable of batches; see `Rollouts`."""
         ...
 
 

@@ -25,7 +25,7 @@ All arrays after ``advantages`` are optional. Without ``old_logps``, the policy 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ from nnxmoe.train.loop.policy_loss import (
     token_ratio,
     unbiased_kl,
 )
+from nnxmoe.train.loop.rollouts import RolloutOptions, Rollouts
 from nnxmoe.train.rewards import RewardFn, reward_functions
 
 REFERENCE, ROUTING = "reference_logps", "routing"
@@ -64,15 +65,18 @@ SAMPLE_FIELDS = ("advantages", "rewards", "sampler_logps", "old_logps", REFERENC
 
 
 @dataclasses.dataclass(frozen=True)
-class GRPO(RouterLosses):
+class GRPO(RolloutOptions, RouterLosses):
     """Clipped policy-gradient loss of samples whose advantages are relative to a group.
 
     The loss of a token is ``importance * clip(ratio, advantage) + kl * KL(policy || reference)``. A sample
     without answer tokens is excluded from all means. The router losses include all tokens, also of prompts.
 
-    Metrics: ``reward`` and ``length`` per sample. ``clipped/low``, ``clipped/high``, ``entropy``, ``kl`` (to
-    the reference) and ``kl/rollout`` (from the sampler to the policy) per answer token. ``routing/flipped``,
-    the share of tokens per layer whose replayed experts differ from the router's choice.
+    Metrics: ``reward`` and ``length`` per sample, and the number of ``samples``. ``clipped/low``, ``clipped/high``,
+    ``entropy``, ``kl`` (to the reference) and ``kl/rollout`` (from the sampler to the policy before the first update)
+    per answer token. ``routing/flipped``, the share of tokens per layer whose replayed experts differ from the router's
+    choice.
+
+    `RolloutOptions` describes the arguments of the samples, such as ``group_size``.
 
     Args:
         reward: Reward function, or several, see `evaluate_rewards`.
@@ -86,17 +90,17 @@ class GRPO(RouterLosses):
             None, batches with ``reference_logps`` have a reference.
         aggregate: Mean over the tokens' losses: `sequence_mean`, `token_mean` or `FixedLengthMean`.
         importance: Correction for samplers with other numerics. Requires ``sampler_logps``.
-        temperature: The policy is ``softmax(logits / temperature)``. Use the sampler's temperature.
+        temperature: The policy, from which the answers are sampled, is ``softmax(logits / temperature)``.
 
     Raises:
         ValueError: If ``kl`` or a router weight is negative, ``temperature`` is not positive, or
             ``reference`` is a model.
     """
 
-    reward: RewardFn | Sequence[RewardFn]
+    reward: RewardFn | Sequence[RewardFn] = dataclasses.field(compare=False)  # not part of the compiled step
     _: dataclasses.KW_ONLY
     reward_weights: Sequence[float] | None = None
-    advantages: AdvantageFn = group_advantages
+    advantages: AdvantageFn = dataclasses.field(default=group_advantages, compare=False)
     ratio: RatioFn = token_ratio
     clip: Clip = Clip()
     kl: float = 0.0
@@ -107,8 +111,10 @@ class GRPO(RouterLosses):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        RolloutOptions.__post_init__(self)
+        RouterLosses.__post_init__(self)
         name, functions = type(self).__name__, reward_functions(self.reward)
+        object.__setattr__(self, "reward", functions)
         weights = [1.0] * len(functions) if self.reward_weights is None else self.reward_weights
         if len(weights) != len(functions):
             raise ValueError(
@@ -123,6 +129,10 @@ class GRPO(RouterLosses):
                 f"{name}(reference=…) is a model: pass a function of the trained model, such as train.lora.without, or "
                 "add reference_logps to the batches"
             )
+
+    def rollouts(self, prompts: Iterable[Any], seed: int, row_multiple: int) -> Rollouts:
+        """Return batches of samples from the model that is being trained. `fit` calls this method."""
+        return Rollouts(prompts, self, seed, row_multiple)
 
     def check(self, batch: Batch) -> None:
         """Raise ValueError if the batch is malformed or lacks log-probabilities that the loss requires."""
@@ -170,6 +180,7 @@ class GRPO(RouterLosses):
         metrics["entropy"] = entropy
         measured = {name: token_mean(values, answers, counts) for name, values in metrics.items()}
         measured["length"] = jnp.sum(answers.weights) / counts.samples
+        measured["samples"] = jnp.round(jnp.sum(answers.weights / answers.lengths))
         if ROUTING in batch:
             measured["routing/flipped"] = share * jnp.mean(jnp.stack([info.routing[2] for info in infos]))
         if "rewards" in inputs:
@@ -196,7 +207,7 @@ class GRPO(RouterLosses):
             metrics["kl"] = self.kl_estimator(inputs[REFERENCE] - logps, ratios)
             losses += self.kl * metrics["kl"]
         if "sampler_logps" in inputs:
-            metrics["kl/rollout"] = k3(logps - inputs["sampler_logps"])
+            metrics["kl/rollout"] = k3(old_logps - inputs["sampler_logps"])
         return losses, metrics
 
     def logps(self, model: CausalLM, batch: Batch) -> PerToken:
@@ -225,6 +236,7 @@ class GSPO(GRPO):
 
     ratio: RatioFn = sequence_ratio
     clip: Clip = Clip(3e-4, 4e-4)
+    minibatches: int = 4
 
 
 def logps_and_entropy(logits: Array, targets: Array, temperature: float) -> Float[Array, "B t 2"]:

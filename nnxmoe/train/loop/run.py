@@ -76,6 +76,10 @@ class Run:
             broadcast_text(lambda: refuse_unless_writable(checkpoints.folder) or "")
             plain({"data": self.source.position()}, "the state of the data's iterator (get_state)")
             self.base = fingerprint(self.step.base())
+        # The parameters are not cast to the model's dtype, so that sampler and trained model have equal values.
+        self.source.sample_from(lambda: self.step.definition.merge(self.state.params, self.state.frozen))
+        self._refuse_partial_rollouts()
+        self.stop_requested = False
         self.evaluate = None if self.evaluation is None else self.evaluation.of(self.step)
         self.state = self._restored() if self.first else self.step.init(self.seed)
         self.peak = peak_flops(self.step.mesh)
@@ -83,6 +87,18 @@ class Run:
         self.history: list[Metrics] = []
         self.bar: tqdm | None = None
         self.finite = shared_program("finite", _finite, out_shardings=self.step.places.step)
+
+    def _refuse_partial_rollouts(self) -> None:
+        """Raise ValueError if the run would end or save a checkpoint before all batches of a rollout are used."""
+        counts = {"steps": self.steps}
+        if self.checkpoints is not None:
+            counts["Checkpoints(every=…)"] = self.checkpoints.every
+        for name, count in counts.items():
+            if count % self.source.stride:
+                raise ValueError(
+                    f"{name} is {count}: use a multiple of minibatches={self.source.stride}, so that all samples of a "
+                    "rollout are used"
+                )
 
     def go(self) -> Fitted:
         """Run all steps.
@@ -169,7 +185,8 @@ class Run:
         """
         number, late = started.number, self._late
         metrics, load = self._read(started)
-        interrupted = not next_started and started.asked()
+        may_stop = not next_started and number % self.source.stride == 0
+        interrupted = may_stop and started.asked()
         if self._evaluates(number):
             metrics |= self._evaluated()
         repeated = self.evaluation is not None and self.evaluation.every is not None
@@ -179,7 +196,8 @@ class Run:
         stop = any([is_true(callback(progress)) for callback in self.callbacks])
         if stop and next_started:
             raise ValueError(f"a late callback cannot stop the training at step {number}: remove its `late` attribute")
-        stop = not next_started and any_process(lambda: stop, self.step.mesh)()
+        self.stop_requested |= stop
+        stop = may_stop and any_process(lambda: self.stop_requested, self.step.mesh)()
         if stop and not EVALUATED <= metrics.keys():
             metrics |= self._evaluated()
         is_last = stop or number == self.steps

@@ -1,0 +1,211 @@
+"""Rollouts: training batches that are sampled from the model that is being trained."""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from nnxmoe.config.arguments import KnownFields
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import set_positive
+from nnxmoe.generation.complete import encode_prompt, load_tokenizer, map_numbered
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.ids import EosIds
+from nnxmoe.generation.request import Prefix, Request, RequestOptions
+from nnxmoe.generation.sampling import Sampling
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.program import model_program
+from nnxmoe.sharding import batch_axes, shard_constraint
+from nnxmoe.train.advantages import compute_advantages, weighted_sum
+from nnxmoe.train.loop.batch import Batch
+from nnxmoe.train.loop.feed import BatchSource, put_rows, rows_of_process
+from nnxmoe.train.loop.sample_rows import ScoredSample, stack_samples
+from nnxmoe.train.rewards import evaluate_rewards
+
+_logger = logging.getLogger("nnxmoe")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutOptions(KnownFields):
+    """Options of the samples from which a policy gradient is computed.
+
+    Attributes:
+        group_size: Number of samples per prompt.
+        max_new_tokens: Maximum number of tokens of an answer.
+        seq_len: Tokens per row of a batch. A prompt has at most ``seq_len - max_new_tokens`` tokens.
+        minibatches: Number of batches per rollout. Each batch is one training step.
+        replay: Whether the trained model routes tokens to the experts that the sampler selected (R3; Ma et al. 2025).
+        pack: Whether rows contain several samples. The number of rows then varies, with one compilation per number.
+        slots: Maximum number of samples that are decoded together.
+        eos_token_id: Ids that end an answer. Defaults to the checkpoint's EOS tokens.
+    """
+
+    group_size: int = 8
+    max_new_tokens: int = 256
+    seq_len: int = 1024
+    minibatches: int = 1
+    replay: bool = True
+    pack: bool = False
+    slots: int = 64
+    eos_token_id: EosIds = ...
+
+    def __post_init__(self) -> None:
+        set_positive(self, "group_size", "max_new_tokens", "seq_len", "minibatches", "slots")
+        if self.max_new_tokens >= self.seq_len:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in rows of seq_len={self.seq_len}: "
+                "increase seq_len"
+            )
+
+
+class Rollouts(Iterator[Batch]):
+    """Iterator over batches of samples from the current model.
+
+    The samples depend on the model, ``seed``, the number of the rollout and the positions of the prompts. Between two
+    rollouts, the iterator resumes bit for bit.
+
+    Args:
+        prompts: Iterable of lists of records with the field "prompt", such as `nnxmoe.train.prompts`.
+        objective: The `GRPO` objective.
+        seed: Seed of the samples.
+        row_multiple: The number of rows of a batch is a multiple of this number.
+    """
+
+    def __init__(self, prompts: Iterable[Any], objective: Any, seed: int, row_multiple: int) -> None:
+        self._prompts, self._objective = BatchSource(prompts), objective
+        self._seed, self._row_multiple = seed, row_multiple
+        self._tokenizer = getattr(getattr(prompts, "documents", None), "tokenizer", None)
+        self._engine: Engine | None = None
+        self._count = 0  # number of rollouts
+        self._pending = collections.deque[Batch]()
+        self.current_model: Callable[[], CausalLM] | None = None  # set by the training run
+
+    def __next__(self) -> Batch:
+        if not self._pending:
+            self._pending.extend(self._roll_out())
+        return self._pending.popleft()
+
+    @property
+    def stride(self) -> int:
+        """Number of batches per rollout. A run can be saved after a multiple of this number."""
+        return self._objective.minibatches
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the number of rollouts and the position in the prompts, as a JSON value."""
+        return {"rollouts": self._count, "prompts": self._prompts.position()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a state from `get_state`."""
+        self._count = state["rollouts"]
+        self._prompts.restore(state["prompts"])
+
+    def _roll_out(self) -> list[Batch]:
+        """Sample answers to the next prompts, score them, and divide them into minibatches."""
+        assert self.current_model is not None
+        records: Any = self._prompts.next()[0]
+        model, objective = self.current_model(), self._objective
+        if (count := len(records) * objective.group_size) % objective.minibatches:
+            raise ValueError(
+                f"{count} samples ({len(records)} prompts, group_size={objective.group_size}) cannot be divided into "
+                f"minibatches={objective.minibatches}: use a divisor of {count}"
+            )
+        samples = self._score(records, self._sample(model, records))
+        order = np.random.RandomState(self._entropy()).permutation(count)
+        self._count += 1
+        return [
+            self._batch([samples[i] for i in sorted(part)], model) for part in np.split(order, objective.minibatches)
+        ]
+
+    def _entropy(self) -> list[int]:
+        return [self._seed & 0xFFFFFFFF, self._count]
+
+    def _sample(self, model: CausalLM, records: Sequence[Mapping[str, Any]]) -> list[list[Request]]:
+        """Sample ``group_size`` answers to each prompt. Returns one group of requests per prompt."""
+        objective = self._objective
+        self._tokenizer = self._tokenizer or load_tokenizer(model)
+        prompts = map_numbered("prompt", records, self._encode)
+        options = RequestOptions(
+            objective.max_new_tokens,
+            sampling=Sampling(temperature=objective.temperature),
+            stop_ids=objective.eos_token_id,
+            logprobs=0,
+            return_routing=objective.replay and bool(model.config.experts),
+        )
+        engine = self._update_engine(model, options, len(prompts) * objective.group_size)
+        seeds = np.random.SeedSequence(self._entropy()).generate_state(len(prompts))
+        groups = []
+        for ids, seed in zip(prompts, seeds, strict=True):
+            prefix, seeded = Prefix(ids), dataclasses.replace(options, seed=int(seed))
+            samples = range(objective.group_size)
+            groups.append([engine.submit(ids, dataclasses.replace(seeded, sample=i), prefix) for i in samples])
+        engine.run()
+        return groups
+
+    def _encode(self, record: Mapping[str, Any]) -> tuple[int, ...]:
+        if not isinstance(record, Mapping) or "prompt" not in record:
+            raise ValueError(f"{short(record)} is not a record: pass lists of dicts with 'prompt', see train.prompts")
+        ids, objective = encode_prompt(record["prompt"], self._tokenizer), self._objective
+        if len(ids) > (room := objective.seq_len - objective.max_new_tokens):
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but seq_len={objective.seq_len} and "
+                f"max_new_tokens={objective.max_new_tokens} leave {room}: increase seq_len, or skip long prompts with "
+                f"train.prompts(…, seq_len={room})"
+            )
+        return ids
+
+    def _update_engine(self, model: CausalLM, options: RequestOptions, samples: int) -> Engine:
+        """Pass the model's current arrays to the engine. The first rollout creates the engine."""
+        if self._engine is None:
+            limits = dataclasses.replace(options.required_limits(model.vocab_size), tempered_logprobs=True)
+            slots, capacity = min(self._objective.slots, samples), self._objective.seq_len
+            self._engine = Engine(model, slots=slots, capacity=capacity, limits=limits)
+        else:
+            self._engine.update_model(model)
+        return self._engine
+
+    def _score(self, records: Sequence[Mapping[str, Any]], groups: list[list[Request]]) -> list[ScoredSample | None]:
+        """Compute rewards and advantages. A sample without a reward, or with NaN logits, is None."""
+        objective, tokenizer = self._objective, self._tokenizer
+        requests = [request for group in groups for request in group]
+        completions: list[Any] = [request.ids for request in requests]
+        if tokenizer is not None:
+            completions = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+        names = dict.fromkeys(name for record in records for name in record)
+        columns = {name: [record.get(name) for record in records for _ in groups[0]] for name in names}
+        rewards = evaluate_rewards(objective.reward, columns.pop("prompt"), completions, columns)
+        rewards[:, [request.finish == "error" for request in requests]] = np.nan
+        rewards = rewards.reshape(len(rewards), len(groups), -1)
+        advantages = compute_advantages(objective.advantages, rewards, objective.reward_weights).reshape(-1)
+        totals = weighted_sum(rewards, objective.reward_weights).reshape(-1)
+        left_out = np.isnan(advantages)
+        if left_out.any():
+            _logger.warning("rollout %d: %d of %d samples have no reward", self._count, left_out.sum(), len(requests))
+        return [
+            None if is_out else _sample_of(request, float(advantage), float(total))
+            for request, advantage, total, is_out in zip(requests, advantages, totals, left_out, strict=True)
+        ]
+
+    def _batch(self, samples: Sequence[ScoredSample | None], model: CausalLM) -> Batch:
+        """Stack samples to this process's rows of a batch. With several minibatches, adds ``old_logps``."""
+        objective = self._objective
+        batch = stack_samples(samples, objective.seq_len, self._row_multiple, pack=objective.pack)
+        rows = len(batch["tokens"]) // jax.process_count()
+        batch = {name: array[jax.process_index() * rows :][:rows] for name, array in batch.items()}
+        if objective.minibatches == 1:
+            return batch
+        logps = model_program(model, _old_logps, static=(0,))(objective, put_rows(batch, model.mesh))
+        return batch | {"old_logps": rows_of_process(logps, rows)}
+
+
+def _sample_of(request: Request, advantage: float, reward: float) -> ScoredSample:
+    values = request.prompt, tuple(request.ids), tuple(request.logprobs), request.routing
+    return ScoredSample(*values, advantage, reward)
+
+
+def _old_logps(model: CausalLM, objective: Any, batch: dict[str, Array]) -> Float[Array, "B T"]:
+    return shard_constraint(objective.logps(model, batch), model.mesh, batch_axes(model.mesh))

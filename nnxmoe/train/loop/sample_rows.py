@@ -1,0 +1,75 @@
+"""Samples of a rollout, and their arrays in a training batch."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from nnxmoe.model.program import bucket_size
+from nnxmoe.train.data.batches import place
+from nnxmoe.train.data.documents import Document, Row, fill
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredSample:
+    """An answer that the model sampled, with values for the loss.
+
+    Attributes:
+        prompt_ids, ids: Ids of the prompt and of the answer.
+        logps: Log-probability of each id of the answer in the sampler.
+        routing: Expert ids of all tokens except the last one, or None.
+        advantage, reward: Values of the sample.
+    """
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    routing: Int[np.ndarray, "tokens L X"] | None
+    advantage: float
+    reward: float
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
+    def document(self) -> Document:
+        """Return the ids with a mask of the answer."""
+        ids = np.asarray(self.prompt_ids + self.ids, np.int32)
+        return Document(ids, np.arange(len(ids)) >= len(self.prompt_ids), chat=True)
+
+
+def stack_samples(samples: Sequence[ScoredSample | None], length: int, multiple: int, *, pack: bool) -> Row:
+    """Stack samples to a batch of arrays ``[B, T]``; see `nnxmoe.train.loop.policy_gradient` for the fields.
+
+    Args:
+        samples: The samples. None is an empty row.
+        length: Tokens per row, T.
+        multiple: B is a multiple of this number.
+        pack: Whether rows may contain several samples. B is then rounded up to one of a few sizes.
+    """
+    rows = [[] if sample is None else [sample] for sample in samples]
+    if pack:
+        present = [sample for sample in samples if sample is not None]
+        rows = [[present[i] for i in row] for row in place(map(len, present), length)]
+    parts = -(-len(rows) // multiple)
+    rows += [[]] * (multiple * (bucket_size(parts, 1) if pack else parts) - len(rows))
+    routing_shape = next((s.routing.shape[1:] for s in samples if s is not None and s.routing is not None), None)
+    arrays = [_fill_row(row, length, routing_shape) for row in rows]
+    return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
+
+
+def _fill_row(samples: Sequence[ScoredSample], length: int, routing_shape: tuple[int, ...] | None) -> Row:
+    row = fill([sample.document() for sample in samples], length, 0)
+    for name in ("advantages", "rewards", "sampler_logps"):
+        row[name] = np.zeros(length, np.float32)
+    if routing_shape is not None:
+        row["routing"] = np.full((length, *routing_shape), -1, np.int16)
+    end = 0
+    for sample in samples:
+        start, end = end, end + len(sample)
+        answer = slice(end - len(sample.ids), end)
+        row["advantages"][answer], row["rewards"][answer] = sample.advantage, sample.reward
+        row["sampler_logps"][answer] = sample.logps
+        if sample.routing is not None:
+            row["routing"][start : end - 1] = sample.routing
+    return row

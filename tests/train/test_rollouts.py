@@ -1,0 +1,199 @@
+"""Rollouts in ``fit``: the sampler equals the trained model, runs resume, and bad prompts and rewards are refused."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import train
+from nnxmoe.train.loop.rollouts import Rollouts
+from nnxmoe.train.loop.sample_rows import ScoredSample, stack_samples
+from tests.support.families import load
+from tests.support.running import compiled_in
+from tests.support.tiny import build, build_tiny
+
+PROMPTS = [[{"prompt": [5, 9, 11, i], "wish": i} for i in (3, 4, 7)]]
+
+
+def wishes(completions: Sequence[Sequence[int]], wish: Sequence[int], **fields: Any) -> list[float]:
+    """The share of ids that are even, minus a tenth of the record's number."""
+    return [float(np.mean(np.asarray(ids) % 2 == 0)) - 0.1 * w for ids, w in zip(completions, wish, strict=True)]
+
+
+def objective(**options: Any) -> train.GRPO:
+    defaults: dict[str, Any] = {"group_size": 4, "max_new_tokens": 6, "seq_len": 12, "eos_token_id": None}
+    return train.GRPO(wishes, **defaults | options)
+
+
+def run(model: Any, steps: int, grpo: Any = None, **options: Any) -> Any:
+    grpo = grpo or objective()
+    return train.fit(model, PROMPTS, objective=grpo, optimizer=optax.adam(0.02), steps=steps, **options)
+
+
+def tiny(kind: str) -> nnxmoe.CausalLM:
+    if kind in ("mixtral", "deepseek_v3", "gpt_oss"):
+        return build_tiny(kind)
+    case = load(kind)
+    return build(case.fields, case.weights)
+
+
+def mismatch(model: nnxmoe.CausalLM, grpo: train.GRPO, seed: int = 0) -> tuple[float, float]:
+    """Largest difference of log-probabilities between sampler and trainer, and the share of flipped tokens."""
+    rollouts = Rollouts(PROMPTS, grpo, seed, 1)
+    rollouts.current_model = lambda: model
+    batch = next(rollouts)
+    answers = batch["loss_mask"] > 0
+    logps = np.asarray(grpo.logps(model, batch))
+    losses = grpo(model, batch)[1]
+    return float(np.abs(logps - batch["sampler_logps"])[answers].max()), float(
+        losses.measured.get("routing/flipped", 0)
+    )
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
+def test_sampler_equals_trainer_in_float32(kind: str) -> None:
+    """With replay, probability ratios are 1 within 1e-5 after 0, 1 and 5 updates."""
+    model, grpo = tiny(kind), objective()
+    for steps in (0, 1, 5):
+        trained = model if steps == 0 else run(model, steps, grpo).model
+        error, flipped = mismatch(trained, grpo, seed=steps)
+        assert error < 1e-5, (kind, steps, error)
+        assert flipped == 0
+
+
+def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
+    """A run that stops after a rollout and resumes has the metrics and parameters of an uninterrupted run."""
+    model, grpo = build_tiny("mixtral"), objective(minibatches=2)
+    whole = run(model, 6, grpo, seed=3)
+    options = {"seed": 3, "checkpoint": train.Checkpoints(tmp_path / "run", every=2)}
+    first = run(model, 6, grpo, callbacks=[lambda progress: progress.step == 1], **options)
+    assert len(first.history) == 2  # the callback's request is granted when the samples are used
+    second = run(model, 6, grpo, **options)
+    assert [m["step"] for m in second.history] == [3, 4, 5, 6]
+    for mine, other in zip([*first.history, *second.history], whole.history, strict=True):
+        assert {n: v for n, v in mine.items() if "second" not in n} == {
+            n: v for n, v in other.items() if "second" not in n
+        }
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(second.model), nnx.state(whole.model))
+    assert run(model, 6, grpo, seed=4).history[0] != whole.history[0]
+
+
+def test_second_rollout_compiles_nothing() -> None:
+    model, grpo = build_tiny("mixtral"), objective(minibatches=2)
+    counts = list[int]()
+    run(model, 2, grpo)
+    counts.append(compiled_in(lambda: run(model, 6, grpo)))
+    assert counts == [0]
+
+
+def test_training_increases_the_reward() -> None:
+    """The reward after 15 steps is higher, for GRPO and GSPO, with and without replay and packing."""
+    for grpo in (objective(), objective(replay=False, pack=True), train.GSPO(**vars_of(objective(minibatches=3)))):
+        history = run(build_tiny("mixtral"), 15, grpo).history
+        assert np.mean([m["reward"] for m in history[-3:]]) > history[0]["reward"] + 0.1
+
+
+def vars_of(grpo: train.GRPO) -> dict[str, Any]:
+    fields = {f.name: getattr(grpo, f.name) for f in dataclasses.fields(grpo)}
+    return {
+        name: fields[name]
+        for name in ("reward", "group_size", "max_new_tokens", "seq_len", "eos_token_id", "minibatches")
+    }
+
+
+def sample(prompt: int, answer: int, seed: int, routed: bool = True) -> ScoredSample:
+    rng = np.random.RandomState(seed)
+    ids = tuple(map(int, rng.randint(0, 53, prompt + answer)))
+    routing = rng.randint(0, 9, (prompt + answer - 1, 2, 3)).astype(np.uint8) if routed else None
+    return ScoredSample(
+        ids[:prompt], ids[prompt:], tuple(-rng.rand(answer)), routing, float(rng.randn()), float(rng.rand())
+    )
+
+
+def test_packed_samples_equal_separate_rows() -> None:
+    """Loss, metrics and gradients do not depend on the rows that hold the samples. None is an empty row."""
+    model, grpo = build_tiny("deepseek_v3"), objective()
+    samples = [sample(3, 4, 0), sample(2, 9, 1), None, sample(5, 1, 2), sample(1, 3, 3)]
+    batches = [stack_samples(samples, 12, 2, pack=pack) for pack in (False, True)]
+    assert [len(batch["tokens"]) for batch in batches] == [6, 4]
+    packed = batches[1]["segment_ids"].max(axis=1)
+    assert sorted(packed) == [0, 1, 1, 2] and batches[1]["routing"].min() == -1
+
+    def loss(params: Any, graph: Any, batch: Any) -> Any:
+        return grpo(nnx.merge(graph, params), {n: jnp.asarray(a) for n, a in batch.items()})
+
+    graph, params = nnx.split(model)
+    (a, b) = (jax.value_and_grad(loss, has_aux=True, allow_int=True)(params, graph, batch) for batch in batches)
+    assert abs(float(a[0][0] - b[0][0])) < 1e-5
+    for name, value in a[0][1].measured.items():
+        assert abs(float(value - b[0][1].measured[name])) < 1e-5, name
+    jax.tree.map(lambda x, y: x.dtype == jax.dtypes.float0 or np.testing.assert_allclose(x, y, atol=1e-5), a[1], b[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 12}, "max_new_tokens=12 leaves no room"),
+        ({"group_size": 0}, "group_size"),
+        ({"minibatches": 5}, r"12 samples \(3 prompts, group_size=4\) cannot be divided into minibatches=5"),
+        ({"max_new_tokens": 9}, "prompt 0: the prompt has 4 tokens, but seq_len=12 and max_new_tokens=9 leave 3"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(build_tiny("mixtral"), 5, objective(**options))
+
+
+def test_runs_end_with_a_rollout(tmp_path: Path) -> None:
+    model, grpo = build_tiny("mixtral"), objective(minibatches=2)
+    with pytest.raises(ValueError, match=r"steps is 3: use a multiple of minibatches=2"):
+        run(model, 3, grpo)
+    with pytest.raises(ValueError, match=r"every=….* is 3: use a multiple of minibatches=2"):
+        run(model, 4, grpo, checkpoint=train.Checkpoints(tmp_path / "run", every=3))
+
+
+def failing(**_: Any) -> list[float]:
+    raise KeyError("gold")
+
+
+def picky(completions: Sequence[Any], **_: Any) -> list[float | None]:
+    return [None if i == 2 else float(i) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (failing, "reward function failing failed: KeyError: 'gold'"),
+        (lambda completions, **_: [float("nan")] * len(completions), "returned nan for sample 0"),
+        (lambda completions, **_: [1.0], "returned 1 values for 12 samples"),
+    ],
+)
+def test_rewards_that_fail(reward: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(build_tiny("mixtral"), 1, train.GRPO(reward, group_size=4, max_new_tokens=6, seq_len=12))
+
+
+def test_samples_without_reward_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"group_size": 4, "max_new_tokens": 6, "seq_len": 12, "eos_token_id": None}
+    fitted = run(build_tiny("mixtral"), 1, train.GRPO(picky, **options))
+    assert "1 of 12 samples have no reward" in caplog.text
+    assert fitted.history[0]["samples"] == 11
+
+
+def test_groups_of_one_and_equal_rewards_do_not_train() -> None:
+    """Zero advantages leave the parameters as they are, and give no NaN."""
+    model = build_tiny("mixtral")
+    equal = functools.partial(train.GRPO, lambda completions, **_: [1.0] * len(completions))
+    for grpo in (objective(group_size=1), equal(group_size=4, max_new_tokens=6, seq_len=12)):
+        fitted = run(model, 2, grpo)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(fitted.model, nnx.Param), nnx.state(model, nnx.Param))
