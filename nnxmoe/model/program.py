@@ -210,7 +210,7 @@ def commit_arrays(tree: Any) -> Any:
     """
 
     def commit_array(array: Any) -> Any:
-        if getattr(array, "committed", True):
+        if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.committed:
             return array
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
 
