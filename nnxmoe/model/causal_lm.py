@@ -305,7 +305,7 @@ class CausalLM(nnx.Module):
             raise ValueError("pass either tokens or input_ids (the name in transformers), not both")
         tokens = input_ids if tokens is None else tokens
         inputs = check_inputs(self.vocab_size, tokens, attention_mask, positions, segment_ids)
-        inputs = inputs._replace(routing=check_routing(self, routing, np.shape(inputs.tokens)))
+        inputs = inputs._replace(routing=check_routing(self, routing, np.shape(inputs.tokens), inputs.attention_mask))
         lengths, width = lengths_after_pass(inputs, cache), np.shape(inputs.tokens)[1]
         if lengths is not None and positions is None and not isinstance(inputs.tokens, Tracer):
             warn_beyond_positions(self, int(lengths.max()))

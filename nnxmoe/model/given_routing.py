@@ -18,17 +18,18 @@ from nnxmoe.moe.router import Router
 from nnxmoe.moe.selection import Routing
 
 
-def check_routing(model: Any, routing: Any, shape: tuple[int, ...]) -> ByLayer | None:
+def check_routing(model: Any, routing: Any, shape: tuple[int, ...], mask: Any = None) -> ByLayer | None:
     """Convert the argument ``routing`` of a model's call to integer arrays ``[B, T, X]`` by layer.
 
     Args:
         model: A `CausalLM`.
         routing: See `CausalLM.__call__`.
         shape: Shape of the tokens, ``(B, T)``.
+        mask: 0 for padding, or None. Ids of padding are not checked.
 
     Raises:
-        ValueError: A layer has no router, or ids have a wrong dtype or shape or are out of range. The range of traced
-            ids is not checked.
+        ValueError: A layer has no router, ids have a wrong dtype or shape or are out of range, or a token has an expert
+            twice. Values that are traced, or not addressable from this process, are not checked.
     """
     if routing is None:
         return None
@@ -37,7 +38,11 @@ def check_routing(model: Any, routing: Any, shape: tuple[int, ...]) -> ByLayer |
         routing = _split_layers(routing, list(routers), shape)
     if unknown := [layer for layer in routing if layer not in routers]:
         raise ValueError(f"routing[{unknown[0]!r}]: the layers with routers are {short(list(routers))}")
-    return ByLayer({layer: _check_layer(layer, routing[layer], routers[layer], shape) for layer in sorted(routing)})
+    layer_ids = ByLayer({i: _check_layer(i, routing[i], routers[i], shape) for i in sorted(routing)})
+    for layer, ids in layer_ids.items():
+        if _has_values(ids) and _has_values(mask):
+            _check_values(f"routing[{layer}]", ids, mask, as_weight(routers[layer].kernel).outs[0])
+    return layer_ids
 
 
 def moe_routers(model: Any) -> dict[int, Router]:
@@ -75,8 +80,6 @@ def _check_layer(layer: int, routing: Any, router: Router, shape: tuple[int, ...
     expected = (*shape, getattr(router.select, "k", ids.shape[-1] if ids.shape else 0))
     if ids.shape != expected:
         raise ValueError(f"{name} has the shape {list(ids.shape)}: expert ids are [B, T, X], here {list(expected)}")
-    if not isinstance(ids, Tracer):
-        _check_range(name, ids, as_weight(router.kernel).outs[0])
     return ids
 
 
@@ -91,11 +94,20 @@ def _as_ids(name: str, ids: Any) -> Any:
     return ids
 
 
-def _check_range(name: str, ids: Any, count: int) -> None:
-    shards = [ids]
-    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
-        shards = [shard.data for shard in ids.addressable_shards]
-    for shard in map(np.asarray, shards):
-        low, high = int(shard.min()), int(shard.max())
-        if low < -1 or high >= count:
-            raise ValueError(f"{name}: expert ids must be in 0 … {count - 1}, or -1, got {low if low < -1 else high}")
+def _check_values(name: str, ids: Any, mask: Any, count: int) -> None:
+    """Raise ValueError if a token that is not padding has an id out of range, or an expert twice."""
+    tokens = np.asarray(ids).reshape(-1, ids.shape[-1])
+    if mask is not None:
+        tokens = tokens[np.asarray(mask).reshape(-1) != 0]
+    invalid = tokens[(tokens < -1) | (tokens >= count)]
+    if invalid.size:
+        raise ValueError(f"{name}: expert ids must be in 0 … {count - 1}, or -1, got {invalid[0]}")
+    ordered = np.sort(tokens, axis=-1)
+    repeated = ordered[:, 1:][(ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)]
+    if repeated.size:
+        raise ValueError(f"{name}: a token has expert {repeated[0]} twice. Tokens without given experts have the id -1")
+
+
+def _has_values(array: Any) -> bool:
+    """Return whether this process can read the array."""
+    return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -25,7 +25,8 @@ class Routing:
         logits: Outputs of the router's linear map.
         valid: Boolean mask, False for padding. Padding uses no capacity and is excluded from statistics. ``None`` if
             there is no padding.
-        flipped: True for tokens whose given expert ids differ from the router's selection. ``None`` without given ids.
+        flipped: True for tokens whose given expert ids differ from the router's selection for the current input.
+            ``None`` without given ids.
     """
 
     experts: Int[Array, "*rows X"]

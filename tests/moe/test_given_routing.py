@@ -151,6 +151,14 @@ def test_forms_of_routing() -> None:
     np.testing.assert_array_equal(model(tokens[:1], routing=ids).logits, one.logits)
 
 
+def test_padding_of_a_model_may_have_any_ids() -> None:
+    model, tokens = build_tiny("mixtral"), random_tokens(2, 9)
+    mask = np.arange(9) < [[9], [4]]
+    out = model(tokens, mask, return_routing=True)
+    garbage = {i: np.where(mask[..., None], np.asarray(r.experts), -9) for i, r in out.routing.items()}
+    np.testing.assert_array_equal(model(tokens, mask, routing=garbage).logits, out.logits)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_routing_of_families(kind: str, tmp_path: Path) -> None:
     """Given the routing of the model itself, the logits are equal to the bit, padded too. Half of it suffices."""
@@ -179,6 +187,7 @@ def test_own_routing_of_families(kind: str, tmp_path: Path) -> None:
         ({0: np.zeros((2, 8, 2), int)}, r"routing\[0\] has the shape \[2, 8, 2\]"),
         ({1: np.full((2, 9, 2), 77)}, r"routing\[1\]: expert ids must be in 0 … \d, or -1, got 77"),
         ({1: np.full((2, 9, 2), -2)}, r"routing\[1\].*got -2"),
+        ({1: np.full((2, 9, 2), 3)}, r"routing\[1\]: a token has expert 3 twice"),
         ({1: np.zeros((2, 9, 2))}, r"routing\[1\] has the dtype float64"),
         ({1: [[0, 1], [2]]}, r"routing\[1\] must be an array of expert ids"),
         (np.zeros((2, 9, 3, 2), int), r"routing has the shape \[2, 9, 3, 2\].*L = 2"),

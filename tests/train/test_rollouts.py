@@ -114,7 +114,7 @@ def vars_of(grpo: train.GRPO) -> dict[str, Any]:
 def sample(prompt: int, answer: int, seed: int, routed: bool = True) -> ScoredSample:
     rng = np.random.RandomState(seed)
     ids = tuple(map(int, rng.randint(0, 53, prompt + answer)))
-    routing = rng.randint(0, 9, (prompt + answer - 1, 2, 3)).astype(np.uint8) if routed else None
+    routing = rng.rand(prompt + answer - 1, 2, 9).argsort(-1)[..., :3].astype(np.uint8) if routed else None
     return ScoredSample(
         ids[:prompt], ids[prompt:], tuple(-rng.rand(answer)), routing, float(rng.randn()), float(rng.rand())
     )
