@@ -1,5 +1,6 @@
 """Given routing: models that are told the experts of each token."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.layers.context import Context
+from nnxmoe.model.paths import name_of
 from nnxmoe.models.laguna import CappedTopK
 from nnxmoe.moe.router import Router
 from nnxmoe.moe.selection import BalancedTopK, Select, SigmoidGroupTopK, SoftmaxGroupTopK, SoftmaxTopK, SqrtSoftplusTopK
+from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, load, positions_of
-from tests.support.tiny import build_tiny, random_tokens, write_checkpoint
+from tests.support.tiny import build_tiny, random_tokens, stacking_of, write_checkpoint
 
 KINDS = tuple(kind for kind in FAMILIES if any(name.startswith("experts.") for name in load(kind).arrays))
 E, X = 8, 2
@@ -198,3 +201,126 @@ def test_routing_that_does_not_fit(changed: Any, message: str) -> None:
     model, tokens = build_tiny("mixtral"), random_tokens(2, 9)
     with pytest.raises(ValueError, match=message):
         model(tokens, routing=changed)
+
+
+# Stacks, caches, packed rows and devices, with experts that the model would not select
+
+GIVEN_KINDS = {"mixtral": 6, "deepseek_v3": 9, "gpt_oss": 6}  # kind -> number of experts
+TOKENS = random_tokens(2, 12)
+
+
+def foreign_experts(model: nnxmoe.CausalLM, tokens: np.ndarray, count: int) -> dict[int, np.ndarray]:
+    """Random expert ids for every MoE layer. Tokens 3 and 4 select their experts."""
+    out: Any = model(tokens, return_routing=True)
+    rng = np.random.RandomState(0)
+    ids = {
+        layer: rng.rand(*tokens.shape, count).argsort(-1)[..., : r.experts.shape[-1]]
+        for layer, r in out.routing.items()
+    }
+    for array in ids.values():
+        array[:, 3:5] = -1
+    return ids
+
+
+def gradients(model: nnxmoe.CausalLM, tokens: np.ndarray, routing: Any, mask: Any = None) -> dict[str, float]:
+    """Sum of squares of the gradient of each parameter, over all layers."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any, routing: Any) -> jax.Array:
+        logits = nnx.merge(graph, params, rest)(tokens, mask, routing=routing).logits
+        logps = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(tokens)[:, 1:, None], -1)[..., 0]
+        return -jnp.mean(logps if mask is None else logps * mask[:, 1:])
+
+    squares: dict[str, float] = {}
+    for path, variable in nnx.to_flat_state(jax.jit(jax.grad(loss))(params, routing)):
+        key = name_of(model, path).key
+        squares[key] = squares.get(key, 0.0) + float(np.sum(np.square(variable.get_value(), dtype=np.float64)))
+    return squares
+
+
+def same_squares(ours: dict[str, float], wanted: dict[str, float]) -> bool:
+    return ours.keys() == wanted.keys() and all(abs(ours[k] - wanted[k]) < 1e-5 * (wanted[k] + 0.1) for k in wanted)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("kind", GIVEN_KINDS)
+def test_given_experts_equal_the_oracle(kind: str, scanned: bool) -> None:
+    """With remat, LoRA, traced ids, some layers only, a cache, packed rows and gradients."""
+    oracle, strategy = build_tiny(kind), nnxmoe.Strategy(stacking=stacking_of(scanned), remat=nnxmoe.Remat())
+    model = build_tiny(kind, strategy)
+    ids = foreign_experts(oracle, TOKENS, GIVEN_KINDS[kind])
+    wanted = oracle(TOKENS, routing=ids).logits
+    assert max_error(wanted, oracle(TOKENS).logits) > 0.1
+    assert max_error(model(TOKENS, routing=ids).logits, wanted) < 1e-5
+    traced = nnx.jit(lambda model, ids: model(TOKENS, routing=ids).logits)
+    assert max_error(traced(model, {layer: jnp.asarray(a, jnp.int8) for layer, a in ids.items()}), wanted) < 1e-5
+    assert max_error(traced(model, jnp.asarray(np.stack(list(ids.values()), 2))), wanted) < 1e-5
+    last = {max(ids): ids[max(ids)]}
+    assert max_error(model(TOKENS, routing=last).logits, oracle(TOKENS, routing=last).logits) < 1e-5
+    assert same_squares(gradients(model, TOKENS, ids), gradients(oracle, TOKENS, ids))
+
+    cache, steps = model.empty_cache(2, 16), []
+    for start, stop in ((0, 5), *((i, i + 1) for i in range(5, 12))):
+        given = {layer: array[:, start:stop] for layer, array in ids.items()}
+        out = model(TOKENS[:, start:stop], cache=cache, routing=given)
+        cache = out.cache
+        steps.append(out.logits)
+    assert max_error(jnp.concatenate(steps, 1), wanted) < 1e-5
+
+    def pack(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array[0, :7], array[1, :5]])[None]
+
+    segments, positions = np.repeat([[1, 2]], [7, 5], axis=1), np.concatenate([np.arange(7), np.arange(5)])[None]
+    given = {layer: pack(array) for layer, array in ids.items()}
+    packed = model(pack(TOKENS), None, positions, segments, routing=given).logits
+    assert max_error(packed[0], np.concatenate([wanted[0, :7], wanted[1, :5]])) < 1e-5
+    lora.add(model, 2, rngs=nnx.Rngs(0))
+    assert max_error(model(TOKENS, routing=ids).logits, wanted) < 1e-5
+
+
+RAGGED = nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll())
+WAYS: dict[str, tuple[Any, dict[str, int]]] = {
+    "ragged": (RAGGED, {"fsdp": 4, "expert": 2}),
+    "dense": (nnxmoe.Dense(), {"fsdp": 4, "expert": 2}),
+    "sorted": (nnxmoe.Sorted(), {"fsdp": 4, "expert": 2}),
+    "capacity": (nnxmoe.Capacity(8.0), {"fsdp": 4, "expert": 2}),
+    "ring": (nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RingOfExperts()), {"fsdp": 4, "expert": 2}),
+    "chunked exchange": (
+        nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.ChunkedExchange(nnxmoe.RaggedAllToAll(), 2)),
+        {"fsdp": 4, "expert": 2},
+    ),
+    "chunked": (nnxmoe.Chunked(RAGGED, 2), {"fsdp": 4, "expert": 2}),
+    "dropless": (
+        nnxmoe.Dropless(
+            nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll(buffer_factor=1.0)), nnxmoe.Sorted()
+        ),
+        {"fsdp": 4, "expert": 2},
+    ),
+    "context": (RAGGED, {"context": 2, "fsdp": 2, "expert": 2}),
+    "pipeline": (nnxmoe.Sorted(), {"pipe": 2, "fsdp": 2, "expert": 2}),
+}
+
+
+def errors_on_eight_devices(way: str, scanned: bool) -> tuple[float, bool]:
+    """Error of the logits against one device, and whether the gradients are equal. Rows have padding."""
+    sizes: Any = {"n_routed_experts": 8, "n_group": 4, "num_hidden_layers": 5}
+    oracle, tokens = build_tiny("deepseek_v3", **sizes), random_tokens(8, 12)
+    mask = np.ones((8, 12), int)
+    mask[2, 9:], mask[5, :4] = 0, 0
+    ids = foreign_experts(oracle, tokens, 8)
+    dispatch, axes = WAYS[way]
+    pipeline = nnxmoe.Pipeline(2) if way == "pipeline" else None
+    strategy = nnxmoe.Strategy(
+        dispatch=dispatch, mesh=nnxmoe.make_mesh(**axes), stacking=stacking_of(scanned), pipeline=pipeline
+    )
+    model = build_tiny("deepseek_v3", strategy, **sizes)
+    wanted = np.asarray(oracle(tokens, mask, routing=ids).logits)[mask > 0]
+    error = max_error(np.asarray(model(tokens, mask, routing=ids).logits)[mask > 0], wanted)
+    equal = same_squares(gradients(model, tokens, ids, mask), gradients(oracle, tokens, ids, mask))
+    return error, equal
+
+
+@pytest.mark.parametrize(("way", "scanned"), [*((way, True) for way in WAYS), ("ragged", False)])
+def test_given_experts_on_eight_devices(eight: Callable[..., Any], way: str, scanned: bool) -> None:
+    error, equal = eight(errors_on_eight_devices, way, scanned)
+    assert error < 1e-5 and equal
