@@ -159,6 +159,7 @@ def losses_without_gradient(model: nnxmoe.CausalLM, form: type[Objective]) -> li
     return [name for name, other in zip(names, others, strict=True) if all(map(np.array_equal, plain, other))]
 
 
+@pytest.mark.slow
 @of_model
 @of_kind
 def test_auxiliary_losses_are_in_the_loss(kind: str, scanned: bool) -> None:
@@ -236,6 +237,7 @@ def violations_with_planted_mistakes(kind: str, scanned: bool) -> dict[str, tupl
     return found
 
 
+@pytest.mark.slow
 @of_model
 @of_kind
 def test_one_mesh_and_no_constraints_on_parameters(eight: Callable[..., Any], kind: str, scanned: bool) -> None:

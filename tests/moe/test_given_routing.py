@@ -242,6 +242,7 @@ def same_squares(ours: dict[str, float], wanted: dict[str, float]) -> bool:
     return ours.keys() == wanted.keys() and all(abs(ours[k] - wanted[k]) < 1e-5 * (wanted[k] + 0.1) for k in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("kind", GIVEN_KINDS)
 def test_given_experts_equal_the_oracle(kind: str, scanned: bool) -> None:
@@ -320,6 +321,7 @@ def errors_on_eight_devices(way: str, scanned: bool) -> tuple[float, bool]:
     return error, equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "scanned"), [*((way, True) for way in WAYS), ("ragged", False)])
 def test_given_experts_on_eight_devices(eight: Callable[..., Any], way: str, scanned: bool) -> None:
     error, equal = eight(errors_on_eight_devices, way, scanned)
