@@ -28,7 +28,7 @@ def trained(model: nnxmoe.CausalLM, rounds: int = 2) -> Iterator[nnxmoe.CausalLM
     state = step.init()
     for seed in range(rounds):
         yield step.model(state)
-        tokens = np.random.default_rng(seed).integers(3, 40, (2, 24)).astype(np.int32)
+        tokens = np.random.default_rng(seed).integers(3, 40, (4, 24)).astype(np.int32)
         state = step(state, {"tokens": tokens, "loss_mask": np.ones_like(tokens)})[0]
     yield step.model(state)
 
@@ -87,6 +87,28 @@ def test_ids_equal_those_of_a_fresh_engine(kind: str, scan: bool, draft: Any, pr
         assert found[-1] == answers(fresh, prefix)
         jax.tree.map(np.testing.assert_array_equal, engine.draft, fresh.draft)
     assert found[0] != found[1] != found[2]
+
+
+def on_a_mesh(scan: bool) -> list[bool]:
+    """Whether updates compile nothing and give the ids of a fresh engine, on eight devices."""
+    mesh = nnxmoe.make_mesh(data=2, expert=2, tensor=2)
+    dispatch, rules = nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll()), {**nnxmoe.RULES, "vocab": None}
+    strategy = nnxmoe.Strategy(dispatch=dispatch, mesh=mesh, rules=rules, stacking=stacking_of(scan))
+    start, found, equal = build_tiny("mixtral", strategy, **LONG), list[Any](), list[bool]()
+    options: dict[str, Any] = {"slots": 2, "capacity": CAPACITY, "prefix_bytes": 10**8}
+    engine = Engine(start, **options)
+    answers(engine, None)
+    answers(engine, None)
+    for model in trained(start):
+        equal.append(compiled_in(functools.partial(update_and_answer, engine, model, None, found)) == 0)
+        equal.append(found[-1] == answers(Engine(model, **options), None))
+    return equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_on_a_mesh(eight: Any, scan: bool) -> None:
+    assert all(eight(on_a_mesh, scan))
 
 
 def test_running_and_waiting_requests() -> None:
