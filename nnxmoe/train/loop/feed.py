@@ -41,6 +41,10 @@ class BatchSource:
         """Number of batches after which the position can be saved. 1 unless the batches are `Rollouts`."""
         return getattr(self.batches, "stride", 1)
 
+    def samples_after(self, step: int) -> bool:
+        """Check whether the next batch is sampled from the state after this step."""
+        return hasattr(self.batches, "current_model") and step % self.stride == 0
+
     def sample_from(self, current_model: Callable[[], CausalLM]) -> None:
         """Pass a function that returns the current model to batches that are sampled from it."""
         if hasattr(self.batches, "current_model"):

@@ -163,9 +163,9 @@ class Run:
         return all(getattr(callback, "late", False) for callback in self.callbacks)
 
     def _due(self, number: int) -> bool:
-        """Check whether the state after this step is read, because the step is the last, saved or evaluated."""
+        """Check whether the state after this step is read, because it is the last, saved, evaluated or sampled from."""
         saved = self.checkpoints is not None and self.checkpoints.due(number)
-        return number == self.steps or saved or self._evaluates(number)
+        return number == self.steps or saved or self._evaluates(number) or self.source.samples_after(number)
 
     def _evaluates(self, number: int) -> bool:
         return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
