@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from jaxtyping import Array, Float
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import set_positive
+from nnxmoe.convert.storage.multihost import gather_texts
 from nnxmoe.generation.complete import encode_prompt, load_tokenizer, map_numbered
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.ids import EosIds
+from nnxmoe.generation.ids import EosIds, stop_ids
 from nnxmoe.generation.request import Prefix, Request, RequestOptions
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.model.causal_lm import CausalLM
@@ -61,6 +63,8 @@ class RolloutOptions(KnownFields):
                 f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in rows of seq_len={self.seq_len}: "
                 "increase seq_len"
             )
+        if self.eos_token_id is not ...:
+            object.__setattr__(self, "eos_token_id", stop_ids(self.eos_token_id, "eos_token_id"))
 
 
 class Rollouts(Iterator[Batch]):
@@ -108,18 +112,17 @@ class Rollouts(Iterator[Batch]):
         """Sample answers to the next prompts, score them, and divide them into minibatches."""
         assert self.current_model is not None
         records: Any = self._prompts.next()[0]
-        model, objective = self.current_model(), self._objective
-        if (count := len(records) * objective.group_size) % objective.minibatches:
+        if isinstance(records, str) or not isinstance(records, Sequence) or not records:
             raise ValueError(
-                f"{count} samples ({len(records)} prompts, group_size={objective.group_size}) cannot be divided into "
-                f"minibatches={objective.minibatches}: use a divisor of {count}"
+                f"the data contain {short(records)}: pass lists of records with 'prompt', see train.prompts"
             )
+        model, parts = self.current_model(), self._objective.minibatches
         samples = self._score(records, self._sample(model, records))
-        order = np.random.RandomState(self._entropy()).permutation(count)
+        samples += [None] * (-len(samples) % parts)
+        order = np.random.RandomState(self._entropy()).permutation(len(samples))
+        order = sorted(order, key=lambda i: samples[i] is None)  # stable. Every minibatch needs a sample.
         self._count += 1
-        return [
-            self._batch([samples[i] for i in sorted(part)], model) for part in np.split(order, objective.minibatches)
-        ]
+        return [self._batch([samples[i] for i in sorted(order[part::parts])], model) for part in range(parts)]
 
     def _entropy(self) -> list[int]:
         return [self._seed & 0xFFFFFFFF, self._count]
@@ -129,6 +132,8 @@ class Rollouts(Iterator[Batch]):
         objective = self._objective
         self._tokenizer = self._tokenizer or load_tokenizer(model)
         prompts = map_numbered("prompt", records, self._encode)
+        if len(set(gather_texts(json.dumps(prompts)))) > 1:
+            raise ValueError("the processes have different prompts: pass all prompts to every process")
         options = RequestOptions(
             objective.max_new_tokens,
             sampling=Sampling(temperature=objective.temperature),
@@ -170,25 +175,46 @@ class Rollouts(Iterator[Batch]):
 
     def _score(self, records: Sequence[Mapping[str, Any]], groups: list[list[Request]]) -> list[ScoredSample | None]:
         """Compute rewards and advantages. A sample without a reward, or with NaN logits, is None."""
-        objective, tokenizer = self._objective, self._tokenizer
-        requests = [request for group in groups for request in group]
-        completions: list[Any] = [request.ids for request in requests]
-        if tokenizer is not None:
-            completions = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-        names = dict.fromkeys(name for record in records for name in record)
-        columns = {name: [record.get(name) for record in records for _ in groups[0]] for name in names}
-        rewards = evaluate_rewards(objective.reward, columns.pop("prompt"), completions, columns)
+        objective, requests = self._objective, [request for group in groups for request in group]
+        rewards = self._rewards(records, requests)
         rewards[:, [request.finish == "error" for request in requests]] = np.nan
         rewards = rewards.reshape(len(rewards), len(groups), -1)
         advantages = compute_advantages(objective.advantages, rewards, objective.reward_weights).reshape(-1)
         totals = weighted_sum(rewards, objective.reward_weights).reshape(-1)
         left_out = np.isnan(advantages)
+        text = f"rollout {self._count}: {left_out.sum()} of {len(requests)} samples have no reward"
+        if len(requests) - left_out.sum() < objective.minibatches:
+            is_nan = sum(request.finish == "error" for request in requests)
+            raise ValueError(
+                f"{text} ({is_nan} of them due to NaN logits). The others cannot be divided into "
+                f"minibatches={objective.minibatches}: check the reward function and the model, or use more prompts"
+            )
         if left_out.any():
-            _logger.warning("rollout %d: %d of %d samples have no reward", self._count, left_out.sum(), len(requests))
+            _logger.warning(text)
         return [
             None if is_out else _sample_of(request, float(advantage), float(total))
             for request, advantage, total, is_out in zip(requests, advantages, totals, left_out, strict=True)
         ]
+
+    def _rewards(self, records: Sequence[Mapping[str, Any]], requests: Sequence[Request]) -> np.ndarray:
+        """Call the reward functions in process 0. All processes get the same values ``[functions, samples]``."""
+        result, failure = dict[str, Any](), None
+        if jax.process_index() == 0:
+            completions: list[Any] = [request.ids for request in requests]
+            if self._tokenizer is not None:
+                completions = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+            repeated = [record for record in records for _ in range(self._objective.group_size)]
+            names = dict.fromkeys(name for record in records for name in record)
+            columns = {name: [record.get(name) for record in repeated] for name in names}
+            try:
+                rewards = evaluate_rewards(self._objective.reward, columns.pop("prompt"), completions, columns)
+                result = {"rewards": rewards.tolist()}
+            except ValueError as error:
+                result, failure = {"error": str(error)}, error
+        result = json.loads(gather_texts(json.dumps(result))[0])
+        if "error" in result:
+            raise failure or ValueError(result["error"])
+        return np.asarray(result["rewards"])
 
     def _batch(self, samples: Sequence[ScoredSample | None], model: CausalLM) -> Batch:
         """Stack samples to this process's rows of a batch. With several minibatches, adds ``old_logps``."""
