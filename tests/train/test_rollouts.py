@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ def wishes(completions: Sequence[Sequence[int]], wish: Sequence[int], **fields: 
     return [float(np.mean(np.asarray(ids) % 2 == 0)) - 0.1 * w for ids, w in zip(completions, wish, strict=True)]
 
 
+OPTIONS: dict[str, Any] = {"group_size": 4, "max_new_tokens": 6, "seq_len": 12, "eos_token_id": None}
+
+
 def objective(**options: Any) -> train.GRPO:
-    defaults: dict[str, Any] = {"group_size": 4, "max_new_tokens": 6, "seq_len": 12, "eos_token_id": None}
-    return train.GRPO(wishes, **defaults | options)
+    return train.GRPO(wishes, **OPTIONS | options)
 
 
 def run(model: Any, steps: int, grpo: Any = None, **options: Any) -> Any:
@@ -46,11 +49,15 @@ def tiny(kind: str) -> nnxmoe.CausalLM:
     return build(case.fields, case.weights)
 
 
+def rollouts(model: nnxmoe.CausalLM, grpo: train.GRPO, prompts: Any = PROMPTS, seed: int = 0) -> Rollouts:
+    found = Rollouts(prompts, grpo, seed, 1)
+    found.current_model = lambda: model
+    return found
+
+
 def mismatch(model: nnxmoe.CausalLM, grpo: train.GRPO, seed: int = 0) -> tuple[float, float]:
     """Largest difference of log-probabilities between sampler and trainer, and the share of flipped tokens."""
-    rollouts = Rollouts(PROMPTS, grpo, seed, 1)
-    rollouts.current_model = lambda: model
-    batch = next(rollouts)
+    batch = next(rollouts(model, grpo, seed=seed))
     answers = batch["loss_mask"] > 0
     logps = np.asarray(grpo.logps(model, batch))
     losses = grpo(model, batch)[1]
@@ -90,10 +97,21 @@ def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
 
 def test_second_rollout_compiles_nothing() -> None:
     model, grpo = build_tiny("mixtral"), objective(minibatches=2)
-    counts = list[int]()
     run(model, 2, grpo)
-    counts.append(compiled_in(lambda: run(model, 6, grpo)))
-    assert counts == [0]
+    other = dataclasses.replace(grpo, reward=lambda completions: [float(len(ids)) for ids in completions])
+    assert [compiled_in(lambda: run(model, 6, grpo)), compiled_in(lambda: run(model, 2, other))] == [0, 0]
+
+
+def test_earlier_models_are_released() -> None:
+    """The number of arrays does not grow with the rollouts."""
+    counts = list[int]()
+
+    def count(progress: train.Progress) -> None:
+        gc.collect()
+        counts.append(len(jax.live_arrays()))
+
+    run(build_tiny("mixtral"), 6, callbacks=[count])
+    assert counts[1] == counts[-1]
 
 
 def test_training_increases_the_reward() -> None:
@@ -145,13 +163,35 @@ def test_packed_samples_equal_separate_rows() -> None:
     [
         ({"max_new_tokens": 12}, "max_new_tokens=12 leaves no room"),
         ({"group_size": 0}, "group_size"),
-        ({"minibatches": 5}, r"12 samples \(3 prompts, group_size=4\) cannot be divided into minibatches=5"),
+        ({"minibatches": 13}, "0 of 12 samples have no reward .* cannot be divided into minibatches=13"),
+        ({"eos_token_id": "2"}, "eos_token_id"),
         ({"max_new_tokens": 9}, "prompt 0: the prompt has 4 tokens, but seq_len=12 and max_new_tokens=9 leave 3"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(build_tiny("mixtral"), 5, objective(**options))
+        run(build_tiny("mixtral"), 13, objective(**options))
+
+
+@pytest.mark.parametrize("data", [[[]], [5], ["text"], [{"tokens": np.ones((2, 8), np.int32)}], [["text"]]])
+def test_data_that_are_not_prompts(data: Any) -> None:
+    with pytest.raises(ValueError, match=r"pass lists of (records|dicts) with 'prompt', see train.prompts"):
+        next(rollouts(build_tiny("mixtral"), objective(), data))
+
+
+def test_samples_are_dealt_to_minibatches() -> None:
+    """All minibatches have the same number of rows, and a sample with a reward."""
+    few = train.GRPO(lambda completions, **_: [i if i < 5 else None for i in range(len(completions))], **OPTIONS)
+    for grpo, counts in ((objective(), [2, 2, 2, 3, 3]), (few, [1] * 5)):
+        grpo = dataclasses.replace(grpo, minibatches=5, eos_token_id=[1, 2])  # a list, although objectives are hashed
+        batches = rollouts(build_tiny("mixtral"), grpo)
+        found = [next(batches)["loss_mask"].max(axis=1) for _ in range(5)]
+        assert {len(rows) for rows in found} == {3} and sorted(int(rows.sum()) for rows in found) == counts
+
+
+def test_held_out_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="evaluate: GRPO has no loss of held-out batches"):
+        run(build_tiny("mixtral"), 1, evaluate=[{"tokens": np.ones((2, 8), np.int32)}])
 
 
 def test_runs_end_with_a_rollout(tmp_path: Path) -> None:
@@ -160,6 +200,8 @@ def test_runs_end_with_a_rollout(tmp_path: Path) -> None:
         run(model, 3, grpo)
     with pytest.raises(ValueError, match=r"every=….* is 3: use a multiple of minibatches=2"):
         run(model, 4, grpo, checkpoint=train.Checkpoints(tmp_path / "run", every=3))
+    with pytest.raises(ValueError, match="steps is 4"):  # not the interval, which is 102
+        run(model, 4, objective(minibatches=3), checkpoint=tmp_path / "run")
 
 
 def failing(**_: Any) -> list[float]:
@@ -184,8 +226,7 @@ def test_rewards_that_fail(reward: Any, message: str) -> None:
 
 
 def test_samples_without_reward_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"group_size": 4, "max_new_tokens": 6, "seq_len": 12, "eos_token_id": None}
-    fitted = run(build_tiny("mixtral"), 1, train.GRPO(picky, **options))
+    fitted = run(build_tiny("mixtral"), 1, train.GRPO(picky, **OPTIONS))
     assert "1 of 12 samples have no reward" in caplog.text
     assert fitted.history[0]["samples"] == 11
 

@@ -1,8 +1,9 @@
 """Train a model with one call: steps, resumable checkpoints, evaluation, metrics and callbacks."""
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -42,7 +43,7 @@ class StepArguments(TypedDict, total=False):
 @reject_unknown_arguments
 def fit(
     model: CausalLM,
-    data: Iterable[Batch],
+    data: Iterable[Batch] | Iterable[Sequence[Mapping[str, Any]]],
     *,
     optimizer: optax.GradientTransformation,
     steps: int,
@@ -65,12 +66,12 @@ def fit(
             Re-iterable data restarts when exhausted. For `GRPO`, lists of prompt records, see `train.prompts`.
         optimizer: An optax optimizer such as ``optax.adamw(1e-4)``, or `train.muon`.
         steps: Total number of steps, including the steps of an earlier run.
-        checkpoint: A folder, or `Checkpoints`. In a folder, a checkpoint is saved every 100 steps and
-            the last 3 are retained. An earlier run in the folder resumes bit for bit. ``data`` resumes
-            by ``set_state`` (grain's iterators, `train.batches`), or else by skipping batches. If the
+        checkpoint: A folder, or `Checkpoints`. In a folder, a checkpoint is saved every 100 steps (rounded up to a
+            multiple of ``minibatches``) and the last 3 are retained. An earlier run in the folder resumes bit for bit.
+            ``data`` resumes by ``set_state`` (grain's iterators, `train.batches`), or else by skipping batches. If the
             earlier run has finished, ``history`` has the metrics of its last step.
         evaluate: Held-out batches. ``eval_loss`` (cross-entropy) is measured at the end, even if an
-            earlier run has finished. Pass an `Evaluation` to measure it more often.
+            earlier run has finished. Pass an `Evaluation` to measure it more often. Not supported with `GRPO`.
         callbacks: Called after each step, see `Callback`.
         mesh: Mesh to train on. Defaults to the mesh of the model's strategy. If the strategy has the default `RULES`,
             `training_rules` replaces them. The new rules need less memory on meshes with several expert shards.
@@ -85,10 +86,11 @@ def fit(
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = _on_training_mesh(model, mesh or model.strategy.mesh)
     step = _step(model, optimizer, options)
-    data = _sampled(data, step, seed)
+    data = _sampled(data, step, seed, evaluate)
     limit = _limit(step, model, data)
     if isinstance(checkpoint, str | os.PathLike):
-        checkpoint = Checkpoints(checkpoint)
+        stride = getattr(data, "stride", 1)
+        checkpoint = Checkpoints(checkpoint, every=-(-100 // stride) * stride)
     with stopping() as stop:
         with checkpoint or contextlib.nullcontext() as checkpoints:
             evaluation = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
@@ -126,13 +128,19 @@ def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: Ste
     return Step(model, optimizer, **options)
 
 
-def _sampled(data: Iterable[Batch], step: Step, seed: int) -> Iterable[Batch]:
+def _sampled(data: Iterable[Any], step: Step, seed: int, evaluate: Any) -> Iterable[Batch]:
     """Return the batches that the objective samples from the trained model, or ``data`` for other objectives."""
     if not isinstance(step.objective, SampledObjective):
         return data
+    if evaluate is not None:
+        raise ValueError(
+            f"evaluate: {type(step.objective).__name__} has no loss of held-out batches. Compute the reward of "
+            "held-out prompts in a callback, with nnxmoe.complete(progress.model(), …)"
+        )
     microbatches = 1 if step.pipeline is None else step.pipeline.microbatches
     shards = shard_count(step.mesh, batch_axes(step.mesh))
-    return step.objective.rollouts(data, seed, shards * step.accumulate * microbatches)
+    multiple = math.lcm(shards * step.accumulate * microbatches, jax.process_count())
+    return step.objective.rollouts(data, seed, multiple)
 
 
 def _trainable(model: CausalLM) -> Any:
