@@ -128,7 +128,7 @@ class Batches(Iterator[Batch]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         try:
             packed = list(itertools.islice(self._rows, self.batch_size))
         except BaseException:  # after an interrupt, such as Ctrl-C in a notebook, yield these rows again

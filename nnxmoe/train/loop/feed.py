@@ -32,7 +32,7 @@ class BatchSource:
     The position contains the number of batches read and, if available, the state of the data's iterator.
     """
 
-    def __init__(self, data: Iterable[Batch]) -> None:
+    def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.taken = data, 0
         self.batches: Any = iter(data)
 
@@ -50,7 +50,7 @@ class BatchSource:
         if hasattr(self.batches, "current_model"):
             self.batches.current_model = current_model
 
-    def next(self) -> tuple[Batch, dict[str, Any]]:
+    def next(self) -> tuple[Any, dict[str, Any]]:
         """Return the next batch and the position after it. Restarts re-iterable data when exhausted.
 
         Raises ValueError if the data are exhausted and cannot restart.

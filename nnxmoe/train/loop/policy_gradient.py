@@ -169,7 +169,7 @@ class GRPO(RolloutOptions, RouterLosses):
         answers = Answers.from_batch(batch)
         counts = answers.counts() if count is None else count
         logps, entropy, body = self._policy(model, batch, key)
-        inputs = {name: answers.align(batch[name]) for name in SAMPLE_FIELDS if name in batch}
+        inputs = {name: answers.align(jnp.asarray(batch[name])) for name in SAMPLE_FIELDS if name in batch}
         if self.reference is not None:
             unrouted_batch = {name: array for name, array in batch.items() if name != ROUTING}
             inputs[REFERENCE] = jax.lax.stop_gradient(self._policy(self.reference(model), unrouted_batch, key)[0])

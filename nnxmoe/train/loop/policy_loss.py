@@ -194,7 +194,7 @@ def k3(log_ratios: PerToken) -> PerToken:
 
     For tokens sampled from p and r = log q - log p, their mean over many tokens is KL(p || q).
     """
-    return jnp.exp(log_ratios) - log_ratios - 1
+    return jnp.expm1(log_ratios) - log_ratios
 
 
 KLFn = Callable[[PerToken, PerToken], PerToken]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from nnxmoe.model.program import bucket_size
 from nnxmoe.train.data.batches import place
@@ -25,7 +25,7 @@ class ScoredSample:
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
     logps: tuple[float, ...]
-    routing: Int[np.ndarray, "tokens L X"] | None
+    routing: Integer[np.ndarray, "tokens L X"] | None
     advantage: float
     reward: float
 
