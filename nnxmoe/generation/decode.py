@@ -54,14 +54,14 @@ def generate(
         eos_token_id: ids that end a row. Defaults to the checkpoint's EOS tokens. If None, no id ends a
             row.
         draft: see `Engine`.
-        return_routing: whether to return the experts of each token as well.
+        return_routing: whether to also return the experts of each token.
 
     Returns:
         Prompts followed by up to ``max_new_tokens`` ids. Ended rows are padded with the checkpoint's
         pad id, or with its EOS id if there is no pad id. The dtype is the dtype of the prompts, or int32
-        if the prompts have a narrower dtype. With ``return_routing``, a tuple ``(ids, routing)``. Routing is
-        ``[B, T_plus_new, L, X]`` in the smallest signed dtype: X experts per token and layer with experts, and -1 for
-        padding and for the last id of a row, which was never an input. It is None for dense models.
+        if the prompts have a narrower dtype. With ``return_routing``, a tuple ``(ids, routing)``. The routing
+        ``[B, T_plus_new, L, X]`` contains the X experts of each token in the L MoE layers, in the smallest signed
+        dtype. It is -1 for padding and for the last id of a row, which was never an input. It is None for dense models.
 
     Raises:
         ValueError: if ids are outside the vocabulary, a prompt is empty, or the mask and ``tokens`` differ in
@@ -95,14 +95,17 @@ def generate(
 
 
 def _run(engine: Engine, requests: Sequence[Request], end_ids: set[int]) -> list[list[int]]:
-    """Run the engine until all requests have ended. Returns their ids, up to the first of ``end_ids``."""
+    """Run the engine until all requests have ended. Returns the new ids up to and including the first end id."""
     try:
         while not all(request.done or not end_ids.isdisjoint(request.ids) for request in requests):
             engine.step()
     finally:
         _report_dropped(engine)
-    ends = (next((i + 1 for i, token in enumerate(r.ids) if token in end_ids), None) for r in requests)
-    return [request.ids[:end] for request, end in zip(requests, ends, strict=True)]
+    new_ids = list[list[int]]()
+    for request in requests:
+        through_end = next((i + 1 for i, token_id in enumerate(request.ids) if token_id in end_ids), None)
+        new_ids.append(request.ids[:through_end])
+    return new_ids
 
 
 @reject_unknown_arguments

@@ -43,7 +43,7 @@ from nnxmoe.runtime.progress import logger
 
 
 class _Report(NamedTuple):
-    """Report on the device, with the requests of its rows and the routing of the tokens that it follows."""
+    """Report on the device, the requests of its rows, and the routing of the passes before it."""
 
     report: RowReport
     requests: list[Request | None]
@@ -102,17 +102,17 @@ class Engine:
         plan = plan_engine(model, slots, capacity, limits, logits_processor, draft, prefix_bytes, grouping)
         self.limits, self.slots, self.capacity = plan.limits, plan.slots, plan.capacity
         self._vocab = plan.model.vocab_size
-        self._outdated = weakref.WeakSet[Request]()  # requests whose caches contain keys of an earlier model
+        self._stale_requests = weakref.WeakSet[Request]()  # requests whose caches contain keys of a previous model
         self._cache_axes = passes.cache_batch_axes(plan.model, plan.cache_size)
         self._prefiller = Prefiller(plan.max_prefixes, self._cache_axes)
-        self._use(plan)
+        self._set_plan(plan)
         memory = None if self.draft is None else self.draft.empty(self.slots, plan.cache_size.tokens)
 
         self._unused_row = RequestOptions(stop_ids=None).row_params(self.limits, self._vocab)
         mesh, tokens = plan.step_options.mesh, plan.cache_size.tokens
-        start = empty_rows(self._unused_row, self.slots, tokens, plan.step_width, memory, mesh)
-        self._rows: Any  # None once the engine is closed
-        self._rows, self._dropped = commit_arrays(start)
+        initial_state = empty_rows(self._unused_row, self.slots, tokens, plan.step_width, memory, mesh)
+        self._rows: Any  # None after the engine is closed
+        self._rows, self._dropped = commit_arrays(initial_state)
         self._cache: Any = None
         self._slots: list[Request | None] = [None] * self.slots
         self._active = np.zeros(self.slots, bool)  # slots whose rows are running, according to the reports read so far
@@ -120,8 +120,8 @@ class Engine:
         self._prefill: Prefill | None = None
         self._reports: collections.deque[_Report] = collections.deque()
 
-    def _use(self, plan: EnginePlan) -> None:
-        """Set the model and the draft of a plan, and the compiled passes with the model's arrays."""
+    def _set_plan(self, plan: EnginePlan) -> None:
+        """Set the model and the draft, and bind the compiled passes to their arrays."""
         self.plan, self.model, self.draft = plan, plan.model, plan.draft
         self._prefiller.use(plan)
         self._step = self._prefiller.run_pass
@@ -132,19 +132,19 @@ class Engine:
         """Replace the model by a model of the same structure with different values, without compilation.
 
         Later passes use the new model. The prefix cache and all prefilled prefixes are dropped. Requests that
-        hold a slot continue with their cached keys and values, which the previous model computed; cancel and
-        resubmit them if their ids must come from one model. An `MTPDraft` is replaced by a draft of the new
-        model. Scanned layers are unrolled into a copy, so the old and the new copy need memory during the call.
+        occupy a slot continue with the keys and values that the previous model cached. Cancel and resubmit them
+        if all their ids must come from one model. An `MTPDraft` is replaced by a draft of the new model. Scanned
+        layers are unrolled into a copy, so the old and the new copy both need memory during the call.
 
         Raises:
             ValueError: if the structure, vocabulary, mesh, dtype, shapes or shardings of the model differ from
                 the engine's model, or if the engine is closed. The engine is then unchanged.
         """
         self._check_open()
-        self._use(self.plan.with_model(model))
-        self._outdated.update(filter(None, self._slots))
+        self._set_plan(self.plan.with_model(model))
+        self._stale_requests.update(filter(None, self._slots))
         if self._prefill is not None and self._prefill.prefix is not None:
-            self._prefill = None  # the waiting prompts that start with the prefix plan a new prefill
+            self._prefill = None  # the next step plans the prefill of this prefix again
 
     def _check_open(self) -> None:
         if self._rows is None:
@@ -425,16 +425,16 @@ class Engine:
             if finish == "error":
                 self._warn_of_logits(request)
             elif finish is not None:
-                self._keep_prefix(request)
+                self._cache_prefix(request)
             if finish is not None:
                 self._end(request, finish)
             events.append(Event(request, new_ids, finish))
         return events
 
-    def _keep_prefix(self, request: Request) -> None:
+    def _cache_prefix(self, request: Request) -> None:
         """Cache the prompt and the new ids of a request that has just ended, except the last id."""
         ids = (*request.prompt, *request.ids[:-1])
-        is_reusable = request not in self._outdated and self._rows.memory is None
+        is_reusable = request not in self._stale_requests and self._rows.memory is None
         if not self.prefix_cache.max_prefixes or len(ids) < SMALL or not is_reusable:
             return
         slot = self._slots.index(request)

@@ -92,7 +92,7 @@ def check_same_programs(model: CausalLM, other: CausalLM) -> None:
             raise ValueError(f"model.{name} is {value}, but this engine was compiled for {expected}: {remedy}")
     (structure, arrays), (other_structure, other_arrays) = split_for_program(model), split_for_program(other)
     if (structure.graph, structure.tree) != (other_structure.graph, other_structure.tree):
-        raise ValueError(f"model has a different structure than {model!r} of this engine: {remedy}")
+        raise ValueError(f"the model's structure differs from {model!r}, the model of this engine: {remedy}")
     for array, other_array in zip(arrays, other_arrays, strict=True):
         is_equal = (array.dtype, array.shape) == (other_array.dtype, other_array.shape)
         if not (is_equal and array.sharding.is_equivalent_to(other_array.sharding, array.ndim)):

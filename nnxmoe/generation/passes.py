@@ -177,7 +177,7 @@ def unroll_for_decoding(model: CausalLM) -> CausalLM:
     del copy
     needed_bytes = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
     if fits(model, needed_bytes):
-        copy = unscan(nnx.merge(graph, commit_arrays(state)))  # committed: unstacking is compiled once, as passes are
+        copy = unscan(nnx.merge(graph, commit_arrays(state)))  # commit_arrays avoids a second compilation
         _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], copy
         return _copies[model][-1]
     total_bytes, memory_name = memory_bytes()

@@ -1,4 +1,4 @@
-"""Prefill of prompts and of prefixes that prompts share, in chunks."""
+"""Chunked prefill of prompts and of their shared prefixes."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ from nnxmoe.generation.request_routing import PassRouting
 
 
 class Prefilled(NamedTuple):
-    """Tokens that have been prefilled.
+    """Result of prefilling tokens.
 
     Attributes:
         result: result of the last pass.
@@ -37,7 +37,7 @@ class Prefill:
         requests: requests whose prompts are prefilled. Empty for the prefill of a prefix.
         prefix: the prefix that is prefilled, or None.
         chunks: ids and validity masks of the remaining chunks, each [rows, chunk size].
-        prefilled: the chunks so far and the preceding prefix, or None.
+        prefilled: result of the preceding prefix and the chunks so far, or None.
         shares_result: True if ``prefilled`` belongs to a prefix, so its cache must not be donated.
     """
 
@@ -49,7 +49,7 @@ class Prefill:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether all requests whose prompts are prefilled have ended."""
+        """Whether all requests of the prefilled prompts have ended. False for the prefill of a prefix."""
         return self.prefix is None and all(request.done for request in self.requests)
 
 
@@ -85,7 +85,7 @@ class Prefiller:
         for request in itertools.islice(waiting, free_slots):
             if request.prefix is not prefix:
                 break
-            prompts.append(request.prompt[_length(prefix) :])
+            prompts.append(request.prompt[_prefix_length(prefix) :])
         if prompts[0]:
             group = self._plan.grouping([len(ids) for ids in itertools.takewhile(bool, prompts)], self._plan.slots)
         else:  # the prefix is the whole prompt
@@ -98,7 +98,7 @@ class Prefiller:
         start: Prefix | None = prefix
         while start is not None and start not in self.prefixes:
             prefix, start = start, self.prefix_cache.starts.get(start, start.start)
-        ids = prefix.ids[_length(start) :]
+        ids = prefix.ids[_prefix_length(start) :]
         group = PrefillGroup(1, self._plan.batch_shards, chunk_sizes(len(ids)))
         return self._plan_chunks([ids], group, start, [], prefix)
 
@@ -129,7 +129,7 @@ class Prefiller:
         if prefill.prefilled is not None:
             previous, routing = prefill.prefilled
             cache, memory = previous.cache, previous.memory
-        mode = LogitsMode(True, with_states=draft is not None, with_routing=self._plan.limits.return_routing)
+        mode = LogitsMode(last_only=True, with_states=draft is not None, with_routing=self._plan.limits.return_routing)
         result = self.run_pass(ids, valid, cache, dropped, size, mode)
         if result.routing is not None:
             routing = (*routing, PassRouting(result.routing, valid))
@@ -147,5 +147,5 @@ class Prefiller:
         self.prefix_cache.starts.pop(prefill.prefix, None)  # the cache of the start prefix is no longer needed
 
 
-def _length(prefix: Prefix | None) -> int:
+def _prefix_length(prefix: Prefix | None) -> int:
     return 0 if prefix is None else len(prefix.ids)

@@ -34,10 +34,10 @@ class EngineLimits:
         max_logprobs: maximum number of most likely ids whose log-probabilities are reported. If None, no
             log-probabilities are computed.
         sampling: sampling operations that requests may use.
-        tempered_logprobs: whether log-probabilities are computed from the logits divided by the temperature of the
-            request, as the logits that ids are sampled from. Greedy requests have temperature 1.
-        return_routing: whether requests may return their routing. If so, every pass returns the experts of its
-            tokens, and prefixes are cached with their routing.
+        tempered_logprobs: whether log-probabilities are computed from the logits divided by the request's
+            temperature, as for sampling. For greedy requests, the logits are not divided.
+        return_routing: whether requests may return their routing. If True, every pass returns the experts of its
+            tokens, and the prefix cache stores their routing.
     """
 
     max_stop_ids: int = 16
@@ -122,8 +122,8 @@ class RequestOptions:
         """Return the engine limits that this request requires. `Engine` adds the checkpoint's EOS tokens."""
         static = split_sampling(self.sampling, vocab_size)[0]
         max_stop_ids = max(1, len(self._stop_ids))
-        biases, routing = len(self.logit_bias), self.return_routing
-        return EngineLimits(max_stop_ids, biases, self.logprobs, static, return_routing=routing)
+        max_biases, routing = len(self.logit_bias), self.return_routing
+        return EngineLimits(max_stop_ids, max_biases, self.logprobs, static, return_routing=routing)
 
     def row_params(self, limits: EngineLimits, vocab_size: int, prompt_length: int = 0) -> RowParams:
         """Convert the options to NumPy arrays for one row, without a row dimension.
@@ -232,8 +232,8 @@ class Request:
     def routing(self) -> Integer[np.ndarray, "tokens L X"] | None:
         """Experts of the prompt and of the new ids except the last, which was never an input of the model.
 
-        Contains the L layers with experts in order, and X experts per token, in the smallest unsigned dtype. None if
-        the options do not request the routing, if no id has been generated yet, or if the model is dense.
+        Contains X experts per token for each of the L MoE layers, in the smallest unsigned dtype. None if the options
+        do not request the routing, no id has been generated yet, or the model is dense.
         """
         return np.concatenate(self.routing_parts) if self.options.return_routing and self.routing_parts else None
 

@@ -1,7 +1,7 @@
-"""Experts that the tokens of requests were routed to, collected from the passes of an engine.
+"""Routing of requests: the experts of each token, collected from the passes of an engine.
 
-A token takes L * X bytes, for L layers with X experts per token each, of up to 256 experts: 48 * 8 = 384 bytes for
-Qwen3-30B-A3B. With more than 256 experts, an id takes two bytes.
+With L MoE layers and X experts per token, the routing of a token needs L * X bytes: 48 * 8 = 384 bytes for
+Qwen3-30B-A3B. With more than 256 experts, it needs twice as many.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class PassRouting(NamedTuple):
 
     Attributes:
         experts: expert ids.
-        valid: False for padding. None for a decoding step: the number of new ids is then the number of valid tokens.
+        valid: False for padding. None for a decoding step, whose valid tokens are as many as the new ids of the row.
     """
 
     experts: Integer[Array | np.ndarray, "R T L X"]
@@ -30,12 +30,15 @@ class PassRouting(NamedTuple):
         return cls(experts[None], np.ones((1, len(experts)), bool))
 
     def first_row(self) -> "PassRouting":
-        """Return the routing with the first row as the only valid row."""
+        """Mark the first row as the only valid row."""
         assert self.valid is not None
         return self._replace(valid=self.valid[:1])
 
     def read(self, row: int, new_count: int) -> Integer[np.ndarray, "T L X"]:
-        """Copy the experts of a row's valid tokens to the host. Every row starts with the tokens of a single row."""
+        """Copy the experts of a row's valid tokens to the host.
+
+        A pass with a single valid row contains a prefix of all rows. Its experts are returned for every ``row``.
+        """
         experts: Any = np.asarray(self.experts)
         if self.valid is None:
             return experts[row, :new_count].copy()
@@ -45,7 +48,7 @@ class PassRouting(NamedTuple):
 
 @jax.jit
 def stack_layers(experts: list[Integer[Array, "R T X"]]) -> Integer[Array, "R T L X"]:
-    """Stack the expert ids of the layers. Compiled, because the passes of a `LayerwiseModel` are Python functions."""
+    """Stack the expert ids of the layers. Compiled, because a `LayerwiseModel` runs passes outside of `jax.jit`."""
     return jnp.stack(experts, axis=2)
 
 
@@ -55,18 +58,18 @@ def pad_routing(
     is_input: Bool[np.ndarray, "B T"],
     experts: int,
 ) -> Integer[np.ndarray, "B T L X"] | None:
-    """Combine the routing of several rows. Columns without routing have the ids -1, in the smallest signed dtype.
+    """Combine the routing of several rows into one array, in the smallest signed dtype. Other columns get the id -1.
 
     Args:
         routings: experts of the tokens of each row, or None for dense models.
         counts: number of tokens per row.
-        is_input: columns of the tokens in each row. Columns beyond the number of tokens are ignored.
+        is_input: mask of the columns that contain tokens. In each row, only the first ``counts`` of them are used.
         experts: number of experts.
     """
-    known = [routing for routing in routings if routing is not None]
-    if not known:
+    row_routings = [routing for routing in routings if routing is not None]
+    if not row_routings:
         return None
-    padded = np.full((*is_input.shape, *known[0].shape[1:]), -1, np.min_scalar_type(-experts))
-    for row, (routing, count) in enumerate(zip(known, counts, strict=True)):
+    padded = np.full((*is_input.shape, *row_routings[0].shape[1:]), -1, np.min_scalar_type(-experts))
+    for row, (routing, count) in enumerate(zip(row_routings, counts, strict=True)):
         padded[row, np.flatnonzero(is_input[row])[:count]] = routing[:count]
     return padded

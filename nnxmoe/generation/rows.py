@@ -430,7 +430,7 @@ def _logprobs(
 ) -> tuple[Any, Any, Any]:
     """Compute log-probabilities of ``ids`` and of the ``top`` most likely ids, if a row requests them.
 
-    With ``temperature``, the logits are first divided by the temperature of their row, except if it is 0 (greedy).
+    If ``temperature`` is set, the logits of each row are first divided by it, unless it is 0 (greedy).
     """
     if top is None:
         return None, None, None

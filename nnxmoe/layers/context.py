@@ -52,8 +52,8 @@ class Context:
         fresh: Whether the cache was empty before the pass. If so, tokens attend to each other without reading the
             cache.
         request: Outputs that each layer returns.
-        experts: Given expert ids of a layer, or of all layers of a stack. Tokens with negative ids select their own
-            experts. ``None`` if all tokens do.
+        experts: Given expert ids of a layer, or of all layers of a stack. The router selects the experts of tokens with
+            negative ids. ``None`` if it selects the experts of all tokens.
     """
 
     index: Int[Array, "S"] | Int[Array, "B S"]

@@ -291,9 +291,9 @@ class CausalLM(nnx.Module):
             segment_ids: ``[B, T]``. Tokens attend only to tokens of the same segment (packed documents).
             cache: A cache from `empty_cache`.
             key: Random key for the router's jitter, if the config has jitter. None disables jitter.
-            routing: Given experts: the routing of an `Output` or `Completion`, expert ids ``[B, T, X]`` by layer index,
-                or ids ``[B, T, L, X]`` of the L MoE layers. Weights are computed from the current router logits.
-                Tokens with the id -1 select their own experts. Ids of padding are ignored.
+            routing: Experts of the tokens: the routing of an `Output` or `Completion`, expert ids ``[B, T, X]`` by MoE
+                layer, or ids ``[B, T, L, X]`` of the L MoE layers. Weights are computed from the current router logits.
+                The router selects the experts of tokens with the id -1. Ids of padding are ignored.
             input_ids: Alias of ``tokens``, as in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
         Raises:

@@ -28,8 +28,8 @@ def check_routing(model: Any, routing: Any, shape: tuple[int, ...], mask: Any = 
         mask: 0 for padding, or None. Ids of padding are not checked.
 
     Raises:
-        ValueError: A layer has no router, ids have a wrong dtype or shape or are out of range, or a token has an expert
-            twice. Values that are traced, or not addressable from this process, are not checked.
+        ValueError: A layer has no router, a dtype or shape is wrong, an id is out of range, or a token has an expert
+            twice. The values of traced arrays and of arrays on other processes are not checked.
     """
     if routing is None:
         return None
@@ -46,7 +46,7 @@ def check_routing(model: Any, routing: Any, shape: tuple[int, ...], mask: Any = 
 
 
 def moe_routers(model: Any) -> dict[int, Router]:
-    """Return the router of each MoE layer by layer index. The layers of a scanned stack have the same router object."""
+    """Return the router of each MoE layer by layer index. All layers of a scanned stack share one router object."""
     layers: list[Any] = []
     for stack in model.stacks:
         layers += stack.layers if isinstance(stack, UnrolledStack) else [stack.layer] * stack.depth
@@ -61,15 +61,15 @@ def moe_routers(model: Any) -> dict[int, Router]:
 def _split_layers(routing: Any, layers: list[int], shape: tuple[int, ...]) -> dict[int, Any]:
     """Split ids ``[B, T, L, X]``, or ``[T, L, X]`` of a single row, into arrays per layer."""
     ids = _as_ids("routing", routing)
-    numpy = np if isinstance(ids, np.ndarray) else jnp
+    xp = np if isinstance(ids, np.ndarray) else jnp
     ids = ids[None] if len(ids.shape) == 3 and shape[0] == 1 else ids
     if len(ids.shape) != 4 or ids.shape[2] != len(layers):
         raise ValueError(
             f"routing has the shape {list(ids.shape)}: pass expert ids [B, T, L, X] with L = {len(layers)}, the number "
             f"of MoE layers, or a dict from the layers {short(layers)} to ids [B, T, X]"
         )
-    if ids.shape[1] == shape[1] - 1:  # routing of a completion, whose last id was not an input
-        ids = numpy.pad(ids.astype(np.int32), ((0, 0), (0, 1), (0, 0), (0, 0)), constant_values=-1)
+    if ids.shape[1] == shape[1] - 1:  # routing of a `Completion`, without the last id, which was never an input
+        ids = xp.pad(ids.astype(np.int32), ((0, 0), (0, 1), (0, 0), (0, 0)), constant_values=-1)
     return {layer: ids[:, :, i] for i, layer in enumerate(layers)}
 
 
@@ -95,7 +95,7 @@ def _as_ids(name: str, ids: Any) -> Any:
 
 
 def _check_values(name: str, ids: Any, mask: Any, count: int) -> None:
-    """Raise ValueError if a token that is not padding has an id out of range, or an expert twice."""
+    """Raise ValueError if a token has an id out of range, or an expert twice. Padding is not checked."""
     tokens = np.asarray(ids).reshape(-1, ids.shape[-1])
     if mask is not None:
         tokens = tokens[np.asarray(mask).reshape(-1) != 0]

@@ -190,7 +190,7 @@ def model_program(
 
 
 def split_for_program(model: Any, commit: bool = False) -> tuple["Structure", list[Array]]:
-    """Return the structure and the arrays of a model, committed to their devices if ``commit``.
+    """Return the structure and the arrays of a model. With ``commit``, the arrays are committed to their devices.
 
     Raises:
         ValueError: The model is abstract, or `nnx.capture` collects values from the model.
@@ -205,8 +205,8 @@ def split_for_program(model: Any, commit: bool = False) -> tuple["Structure", li
 def commit_arrays(tree: Any) -> Any:
     """Commit arrays to their devices, without copying them (11 us per array).
 
-    JAX compiles a program again for arguments that were uncommitted in an earlier call (jax 0.10.2). Arrays of loaded
-    and initialized models are uncommitted, and the outputs of training steps are committed.
+    JAX compiles a program a second time if an argument was uncommitted in the first call and is committed now (jax
+    0.10.2). Arrays of loaded and initialized models are uncommitted. Outputs of training steps are committed.
     """
 
     def commit_array(array: Any) -> Any:

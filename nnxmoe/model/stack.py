@@ -82,11 +82,11 @@ def run_stacks(
 
 def _stack_experts(routing: ByLayer, layers: Sequence[int]) -> Int[Array, "B L T X"] | None:
     """Stack the given expert ids of the layers. Layers without given ids get -1. Returns None if no layer has ids."""
-    given = [routing[i].astype(jnp.int32) for i in layers if i in routing]
-    if not given:
+    ids = {i: routing[i].astype(jnp.int32) for i in layers if i in routing}
+    if not ids:
         return None
-    select_own = jnp.full_like(given[0], -1)
-    return jnp.stack([routing[i].astype(jnp.int32) if i in routing else select_own for i in layers], axis=1)
+    no_ids = jnp.full_like(next(iter(ids.values())), -1)
+    return jnp.stack([ids.get(i, no_ids) for i in layers], axis=1)
 
 
 class UnrolledStack(nnx.Module):

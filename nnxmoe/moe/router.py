@@ -74,9 +74,9 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
-        """Route each token to the experts of the context, or else to the experts that ``select`` selects.
+        """Route each token to its experts in the context, or else to the experts that ``select`` returns.
 
-        Without a context, no token is padding, no jitter is applied and no experts are given.
+        Without a context, no token is padding, no jitter is applied and ``select`` returns the experts of all tokens.
         """
         valid, key = (None, None) if context is None else (context.valid, context.key)
         experts = None if context is None else context.given_experts()

@@ -1,4 +1,4 @@
-"""Selection of each token's experts from the router's logits, and the weights of their outputs.
+"""Functions that select the experts of each token from the router's logits, and compute their weights.
 
 `Router` computes the logits in float32 on every platform. NaN logits produce NaN weights and therefore NaN outputs.
 """
@@ -40,8 +40,8 @@ class Routing:
 class Select(Protocol):
     """Protocol for functions that select experts from the router's logits. Ties go to the lower expert id.
 
-    If ``experts`` are given, tokens with nonnegative ids are routed to these experts, with weights computed from the
-    logits. Tokens with negative ids are routed as usual. `SelectTopK` implements the protocol.
+    If ``experts`` is not None, tokens with nonnegative ids are routed to these experts. Their weights are computed from
+    the logits. The function selects the experts of the other tokens. `SelectTopK` implements the protocol.
 
     Attributes:
         token_independent: Whether the routing of a token is independent of other tokens. If True, each device routes
@@ -80,13 +80,13 @@ class SelectTopK(abc.ABC):
         selected: Int[Array, "*rows X"],
         experts: Int[Array, "*rows X"] | None,
     ) -> Routing:
-        """Compute the weights of the given ``experts``, or of the ``selected`` experts if a given id is negative."""
+        """Route each token to its ``experts``, or to its ``selected`` experts if one of these ids is negative."""
         flipped = None
         if experts is not None:
             experts = jnp.where(jnp.all(experts >= 0, axis=-1, keepdims=True), experts, selected)
             flipped = jnp.any(jnp.sort(experts, axis=-1) != jnp.sort(selected, axis=-1), axis=-1)
             selected = experts
-        # The scores of given experts are gathered from the scores of all experts. The top-k scores do not contain them.
+        # Gather from the scores of all experts, because the top-k scores do not contain the scores of given experts.
         weights = self.compute_weights(jnp.take_along_axis(scores, selected, axis=-1))
         return Routing(selected, weights, scores, logits, flipped=flipped)
 
@@ -175,7 +175,7 @@ class SigmoidGroupTopK(SelectTopK):
     scale: float
 
     def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # also in a group that is not selected
+        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # includes unselected groups
         return jnp.where(has_nan, jnp.nan, jax.nn.sigmoid(logits))
 
     def top_k(self, scores: Float[Array, "*rows E"]) -> Int[Array, "*rows X"]:

@@ -21,8 +21,8 @@ from nnxmoe.testing import explain, sides
 from nnxmoe.testing.differences import compare_gradients, compare_outputs, pair_calls
 from nnxmoe.testing.load import load_linen as load_linen
 from nnxmoe.testing.model_comparison import Comparison as Comparison
-from nnxmoe.testing.model_comparison import Recorded as Recorded
 from nnxmoe.testing.model_comparison import compare as compare
+from nnxmoe.testing.model_outputs import Recorded as Recorded
 from nnxmoe.testing.parameters import Names, compare_trees
 
 

@@ -1,53 +1,35 @@
-"""Compare two language models on the same tokens, and decide whether flipped experts explain the difference."""
+"""Comparison of two language models on the same tokens, which attributes differences to rounding or to a bug."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnxmoe.linen import LinenCausalLM, from_linen
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.given_routing import moe_routers
 from nnxmoe.testing.differences import measure_gap
-
-ArraysByLayer = Mapping[int, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """Recorded outputs of a model, for example of transformers. Pass expert ids, router logits or both.
-
-    Attributes:
-        logits: Logits ``[B, T, V]``.
-        experts: MoE layer -> expert ids ``[B, T, X]``.
-        router_logits: MoE layer -> router logits ``[B, T, E]`` or ``[B * T, E]``.
-    """
-
-    logits: Any
-    experts: ArraysByLayer = dataclasses.field(default_factory=dict)
-    router_logits: ArraysByLayer = dataclasses.field(default_factory=dict)
+from nnxmoe.testing.model_outputs import ExpertSelector, Side, SideOutputs, as_side, compute_outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """Result of `compare`. Padding is excluded. Differences are relative, as in `ParityReport`.
 
+    A token flips in a layer if the two sides select different experts for it.
+
     Attributes:
-        verdict: "equal" if no token flips and the logits agree, "rounding" if a nearly tied choice of experts explains
-            the difference, else "bug".
-        tokens: Number of real tokens.
-        flipped: MoE layer -> number of tokens with different experts.
+        verdict: "equal" if no token flips and the logits agree, "rounding" if nearly tied router scores explain the
+            difference, else "bug".
+        tokens: Number of tokens that are not padding.
+        flipped: MoE layer -> number of flipped tokens.
         first_layer: First layer with flipped tokens, or None.
-        margin: Largest change of the scores that is needed to flip the flipped tokens of ``first_layer``, relative to
-            the token's largest score. None without flipped tokens or if no side has scores.
+        margin: Smallest change of the scores that explains all flips in ``first_layer``, relative to the token's
+            largest score. None if no token flips or if no side has scores or router logits.
         router_difference: Difference of the router logits in ``first_layer``. None if unknown.
         difference: Difference of the logits.
-        forced: Difference of the logits if one side is given the experts of the other side.
-        tolerance: Tolerance of all differences and of the margin.
+        forced: Difference of the logits if both sides use the same experts.
+        tolerance: Upper bound for rounding in all differences and the margin.
     """
 
     verdict: Literal["equal", "rounding", "bug"]
@@ -61,24 +43,20 @@ class Comparison:
     tolerance: float
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict}: logits differ by {self.difference:.1e} (tolerance {self.tolerance:.1e})"]
+        summary = f"{self.verdict}: logits differ by {self.difference:.1e} (tolerance {self.tolerance:.1e})"
         if self.first_layer is None:
-            return f"{lines[0]}; all {self.tokens} tokens have the same experts"
+            return f"{summary}; all {self.tokens} tokens have the same experts"
         flips = ", ".join(f"layer {layer}: {count}" for layer, count in self.flipped.items() if count)
-        margin, router = (
-            "unknown" if value is None else f"{value:.1e}" for value in (self.margin, self.router_difference)
-        )
-        cause = (
-            "only the choice of experts differs" if self.forced <= self.tolerance else "more than the routing differs"
-        )
-        return "\n  ".join(
-            [
-                *lines,
-                f"tokens with other experts, of {self.tokens}: {flips}",
-                f"layer {self.first_layer}: margin {margin}, router logits differ by {router}",
-                f"with the same experts, logits differ by {self.forced:.1e}: {cause}",
-            ]
-        )
+        margin, router = _number_text(self.margin), _number_text(self.router_difference)
+        only_routing = self.forced <= self.tolerance
+        cause = "only the choice of experts differs" if only_routing else "more than the routing differs"
+        lines = [
+            summary,
+            f"tokens with different experts, of {self.tokens}: {flips}",
+            f"layer {self.first_layer}: margin {margin}, router logits differ by {router}",
+            f"with the same experts, logits differ by {self.forced:.1e}: {cause}",
+        ]
+        return "\n  ".join(lines)
 
 
 def compare(
@@ -92,48 +70,48 @@ def compare(
 ) -> Comparison:
     """Compare the logits and the routing of two models.
 
-    If tokens have different experts, the model is run again with the experts of the reference. If the model is
-    recorded, the reference is run with the experts of the model.
+    If any token has different experts, runs the model again with the experts of the reference. If the model is
+    `Recorded`, runs the reference with the experts of the model instead.
 
     Args:
         model: A `CausalLM`, a pair of a `LinenCausalLM` and its variables, or `Recorded` outputs.
-        reference: A second model, in the same forms. At least one of both must not be `Recorded`.
+        reference: The other model, in one of the same forms. At most one of the two can be `Recorded`.
         tokens: Token ids ``[B, T]``.
         attention_mask, positions: See `CausalLM.__call__`.
-        tolerance: Largest relative difference due to rounding. Defaults to 2e-4 if both sides are in float32, else
-            to 5e-2.
+        tolerance: Largest relative difference that counts as rounding. Defaults to 2e-4 if both sides are in float32,
+            else to 5e-2.
 
     Raises:
-        ValueError: The sides cannot be compared: both are recorded, or their layers or shapes differ.
+        ValueError: Both sides are recorded, or their MoE layers or shapes differ.
     """
     tokens = np.asarray(tokens)
     valid = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask) != 0
-    sides = [_side_of(side, (tokens, attention_mask, positions)) for side in (model, reference)]
+    sides = [as_side(side, (tokens, attention_mask, positions)) for side in (model, reference)]
     if all(side.run is None for side in sides):
         raise ValueError("model and reference are both Recorded: pass a model that can be run as one of them")
     with jax.default_matmul_precision("highest"):
-        ours, theirs = (_outputs(side, tokens.shape, other) for side, other in (sides, sides[::-1]))
-        _check_shapes(ours, theirs)
-        flips = {layer: _differs(ids, theirs.experts[layer]) & valid for layer, ids in sorted(ours.experts.items())}
-        first = next((layer for layer, flipped in flips.items() if flipped.any()), None)
-        difference = forced = _gap(ours.logits, theirs.logits, valid)
-        if first is not None:
-            run, wanted = (sides[0].run, theirs) if sides[0].run else (sides[1].run, ours)
-            assert run is not None
-            forced = _gap(np.asarray(run(wanted.experts).logits), wanted.logits, valid)
+        outputs = compute_outputs(sides[0], tokens.shape, sides[1]), compute_outputs(sides[1], tokens.shape, sides[0])
+        _check_shapes(*outputs)
+        flips = _flipped_tokens(*outputs, valid)
+        first_layer = next((layer for layer, flipped in flips.items() if flipped.any()), None)
+        difference = _relative_difference(outputs[0].logits, outputs[1].logits, valid)
+        forced = difference if first_layer is None else _forced_difference(sides, outputs, valid)
     margin = router_difference = None
-    if first is not None:
-        margin = _margin(ours, theirs, first, flips[first], [side.routers().get(first) for side in sides])
-        if first in ours.router_logits and first in theirs.router_logits:
-            router_difference = _gap(ours.router_logits[first], theirs.router_logits[first], valid)
+    if first_layer is not None:
+        margin = _margin(outputs, first_layer, flips[first_layer], [side.routers().get(first_layer) for side in sides])
+        if all(first_layer in side.router_logits for side in outputs):
+            logits, reference_logits = (side.router_logits[first_layer] for side in outputs)
+            router_difference = _relative_difference(logits, reference_logits, valid)
     if tolerance is None:
-        tolerance = _default_tolerance([dtype for side in sides for dtype in side.dtypes])
-    close = all(value <= tolerance for value in (forced, margin, router_difference) if value is not None)
+        tolerance = _default_tolerance([*sides[0].dtypes, *sides[1].dtypes])
+    verdict: Literal["equal", "rounding", "bug"] = "equal" if first_layer is None else "rounding"
+    if not all(value <= tolerance for value in (forced, margin, router_difference) if value is not None):
+        verdict = "bug"
     return Comparison(
-        verdict="bug" if not close else "equal" if first is None else "rounding",
+        verdict=verdict,
         tokens=int(valid.sum()),
         flipped={layer: int(flipped.sum()) for layer, flipped in flips.items()},
-        first_layer=first,
+        first_layer=first_layer,
         margin=margin,
         router_difference=router_difference,
         difference=difference,
@@ -142,144 +120,78 @@ def compare(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Router:
-    """Select function of an MoE layer with its correction bias."""
-
-    select: Any
-    bias: np.ndarray | None
-
-    def experts(self, logits: np.ndarray) -> np.ndarray:
-        return np.asarray(self.select(jnp.asarray(logits), self.bias).experts)
+def _check_shapes(model_outputs: SideOutputs, reference_outputs: SideOutputs) -> None:
+    sides = _shapes(model_outputs), _shapes(reference_outputs)
+    for name in sides[0] | sides[1]:
+        if sides[0].get(name) != sides[1].get(name):
+            texts = [f"{list(shapes[name])}" if name in shapes else "missing" for shapes in sides]
+            raise ValueError(f"{name}: {texts[0]} in the model, {texts[1]} in the reference. They must be equal")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """One of the compared models.
-
-    Attributes:
-        run: Function from given expert ids, or None, to the output of the model. None for recorded outputs.
-        routers: Returns the routers by layer. Empty for recorded outputs.
-        dtypes: Dtypes of weights and activations.
-        recorded: The recorded outputs, if any.
-    """
-
-    run: Callable[[Any], Any] | None
-    routers: Callable[[], dict[int, _Router]]
-    dtypes: Sequence[Any]
-    recorded: Recorded | None = None
+def _shapes(outputs: SideOutputs) -> dict[str, tuple[int, ...]]:
+    experts = {f"experts of layer {layer}": ids.shape for layer, ids in sorted(outputs.experts.items())}
+    return {"logits": outputs.logits.shape} | experts
 
 
-def _side_of(side: Any, inputs: tuple[Any, ...]) -> _Side:
-    if isinstance(side, Recorded):
-        return _Side(None, dict, [jnp.result_type(side.logits)], side)
-    if isinstance(side, CausalLM):
-        run = functools.partial(side, *inputs, return_routing=True)
-        return _Side(lambda routing: run(routing=routing), lambda: _routers(side), [side.dtype])
-    if isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], LinenCausalLM):
-        module, variables = side
-        run = functools.partial(module.apply, variables, *inputs, return_routing=True)
-        dtypes = list(map(jnp.result_type, jax.tree.leaves(variables)))
-        if module.strategy is not None and module.strategy.compute_dtype is not None:
-            dtypes.append(module.strategy.compute_dtype)
-        return _Side(
-            lambda routing: run(routing=routing), lambda: _routers(from_linen(variables, module.config)), dtypes
-        )
-    raise ValueError(
-        f"cannot compare a {type(side).__name__}: pass an nnxmoe model, a pair (LinenCausalLM, variables), or "
-        "testing.Recorded(logits, experts=…)"
-    )
+def _flipped_tokens(a: SideOutputs, b: SideOutputs, valid: np.ndarray) -> dict[int, np.ndarray]:
+    """Return a mask of the tokens with different experts for each layer."""
+    return {layer: _experts_differ(ids, b.experts[layer]) & valid for layer, ids in sorted(a.experts.items())}
 
 
-def _routers(model: CausalLM) -> dict[int, _Router]:
-    starts = np.repeat(
-        np.cumsum([0, *(stack.depth for stack in model.stacks)])[:-1], [stack.depth for stack in model.stacks]
-    )
-    routers = {}
-    for layer, router in moe_routers(model).items():
-        bias = None if router.bias is None else np.asarray(router.bias[...])
-        if bias is not None and bias.ndim > 1:  # of stacked layers
-            bias = bias.reshape(-1, bias.shape[-1])[layer - starts[layer]]
-        routers[layer] = _Router(router.select, bias)
-    return routers
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outputs:
-    """Outputs of one side by layer. Router logits and scores are absent if they are unknown."""
-
-    logits: np.ndarray
-    experts: dict[int, np.ndarray]
-    router_logits: dict[int, np.ndarray]
-    scores: dict[int, np.ndarray]
-
-
-def _outputs(side: _Side, shape: tuple[int, ...], other: _Side) -> _Outputs:
-    """Run a side or read its recorded outputs. The routers of the other side choose experts from recorded logits."""
-    if side.run is not None:
-        out = side.run(None)
-        routing = {layer: jax.tree.map(np.asarray, routing) for layer, routing in out.routing.items()}
-        experts, router_logits, scores = (
-            {layer: getattr(each, name) for layer, each in routing.items()} for name in ("experts", "logits", "scores")
-        )
-        return _Outputs(np.asarray(out.logits), experts, router_logits, scores)
-    assert side.recorded is not None
-    recorded = side.recorded
-    router_logits = {
-        layer: np.asarray(array, np.float32).reshape(*shape, -1) for layer, array in recorded.router_logits.items()
-    }
-    experts = {layer: np.asarray(ids) for layer, ids in recorded.experts.items()}
-    routers = {layer: router for layer, router in other.routers().items() if layer in router_logits.keys() - experts}
-    experts |= {layer: router.experts(router_logits[layer]) for layer, router in routers.items()}
-    return _Outputs(np.asarray(recorded.logits, np.float32), experts, router_logits, {})
-
-
-def _check_shapes(ours: _Outputs, theirs: _Outputs) -> None:
-    shapes = [
-        {"logits": a.logits.shape} | {f"experts of layer {i}": ids.shape for i, ids in sorted(a.experts.items())}
-        for a in (ours, theirs)
-    ]
-    for name in {**shapes[0], **shapes[1]}:
-        if shapes[0].get(name) != shapes[1].get(name):
-            found = [f"{list(a[name])}" if name in a else "missing" for a in shapes]
-            raise ValueError(f"{name}: {found[0]} in the model, {found[1]} in the reference. They must be equal")
-
-
-def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _experts_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (np.sort(a, -1) != np.sort(b, -1)).any(-1)
 
 
-def _gap(a: np.ndarray, b: np.ndarray, valid: np.ndarray) -> float:
+def _relative_difference(a: np.ndarray, b: np.ndarray, valid: np.ndarray) -> float:
     return measure_gap(a[valid], b[valid]).error
 
 
+def _forced_difference(sides: Sequence[Side], outputs: Sequence[SideOutputs], valid: np.ndarray) -> float:
+    """Run one side with the experts of the other side, and return the difference of their logits."""
+    run, target = (sides[0].run, outputs[1]) if sides[0].run else (sides[1].run, outputs[0])
+    assert run is not None
+    return _relative_difference(np.asarray(run(target.experts).logits), target.logits, valid)
+
+
 def _margin(
-    ours: _Outputs, theirs: _Outputs, layer: int, flipped: np.ndarray, routers: Sequence[_Router | None]
+    outputs: Sequence[SideOutputs], layer: int, flipped: np.ndarray, routers: Sequence[ExpertSelector | None]
 ) -> float | None:
     """Return the largest margin of the flipped tokens of a layer.
 
-    The margin of a token is the gap between the scores of the experts that only one side chose. With groups of experts,
-    the scores of groups may be closer. The margin is then the difference of the router logits, if one router maps the
-    logits of both sides to their experts.
+    The margin of a token is the gap between the scores of the experts that only one side selected. With groups of
+    experts, the group scores may be closer to a tie. The margin is then the difference of the router logits, if one
+    router maps the logits of both sides to their experts.
     """
-    margins, outputs = [], (ours, theirs)
+    margins = list[np.ndarray]()
     for side, other, router in zip(outputs, outputs[::-1], routers, strict=True):
         if layer in side.scores:
             bias = 0 if router is None or router.bias is None else router.bias
-            scores = side.scores[layer][flipped] + bias
-            own, their = (_one_hot(s.experts[layer][flipped], scores.shape[-1]) for s in (side, other))
-            lowest = np.where(own & ~their, scores, np.inf).min(-1)
-            highest = np.where(their & ~own, scores, -np.inf).max(-1)
-            margins.append(np.abs(lowest - highest) / np.abs(scores).max(-1))
-    router = next(router for router in routers if router is not None)
+            experts, other_experts = side.experts[layer][flipped], other.experts[layer][flipped]
+            margins.append(_score_margins(side.scores[layer][flipped] + bias, experts, other_experts))
     if all(layer in side.router_logits for side in outputs):
-        a, b = (side.router_logits[layer][flipped] for side in outputs)
-        is_explained = np.ones(len(a), bool)
-        for side, logits in zip(outputs, (a, b), strict=True):
-            is_explained &= ~_differs(router.experts(logits), side.experts[layer][flipped])
-        change = np.abs(a - b).max(-1) / np.maximum(np.abs(b).max(-1), 1)
-        margins.append(np.where(is_explained, change, np.inf))
+        router = next(router for router in routers if router is not None)
+        margins.append(_logit_margins(outputs, layer, flipped, router))
     return float(np.min(margins, axis=0).max()) if margins else None
+
+
+def _score_margins(scores: np.ndarray, experts: np.ndarray, other_experts: np.ndarray) -> np.ndarray:
+    selected, other_selected = _one_hot(experts, scores.shape[-1]), _one_hot(other_experts, scores.shape[-1])
+    lowest = np.where(selected & ~other_selected, scores, np.inf).min(-1)
+    highest = np.where(other_selected & ~selected, scores, -np.inf).max(-1)
+    return np.abs(lowest - highest) / np.abs(scores).max(-1)
+
+
+def _logit_margins(
+    outputs: Sequence[SideOutputs], layer: int, flipped: np.ndarray, router: ExpertSelector
+) -> np.ndarray:
+    """Return the change of each token's router logits, or inf if ``router`` does not explain the experts."""
+    is_explained = np.ones(flipped.sum(), bool)
+    for side in outputs:
+        experts = router.select_experts(side.router_logits[layer][flipped])
+        is_explained &= ~_experts_differ(experts, side.experts[layer][flipped])
+    logits, reference_logits = (side.router_logits[layer][flipped] for side in outputs)
+    scale = np.maximum(np.abs(reference_logits).max(-1), 1)
+    return np.where(is_explained, np.abs(logits - reference_logits).max(-1) / scale, np.inf)
 
 
 def _one_hot(ids: np.ndarray, count: int) -> np.ndarray:
@@ -289,3 +201,7 @@ def _one_hot(ids: np.ndarray, count: int) -> np.ndarray:
 def _default_tolerance(dtypes: Sequence[Any]) -> float:
     is_float32 = all(jnp.finfo(dtype).bits >= 32 for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
     return 2e-4 if is_float32 else 5e-2
+
+
+def _number_text(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1e}"

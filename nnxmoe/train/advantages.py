@@ -1,4 +1,4 @@
-"""Advantages from the rewards of groups of samples. NaN marks a sample that is left out."""
+"""Advantages from the rewards of groups of samples. NaN marks a sample that is excluded."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,10 +8,12 @@ import numpy as np
 from jaxtyping import Float
 
 AdvantageFn = Callable[..., Float[np.ndarray, "prompts n"]]
-"""Function of the rewards ``[prompts, n]`` of n samples per prompt. If its attribute ``per_function`` is true, it gets
-rewards ``[functions, prompts, n]`` and the weights ``[functions]``. The advantages of left-out samples are NaN."""
+"""Function from the rewards of n samples per prompt to advantages, both ``[prompts, n]``. Excluded samples are NaN.
 
-_EPSILON = 1e-4  # TRL's, added to standard deviations
+If the function has a true attribute ``per_function``, it is called with rewards ``[functions, prompts, n]`` and weights
+``[functions]``."""
+
+_EPSILON = 1e-4  # added to standard deviations, as in TRL
 
 
 def group_advantages(rewards: Float[np.ndarray, "prompts n"]) -> Float[np.ndarray, "prompts n"]:
@@ -25,14 +27,14 @@ def dr_grpo(rewards: Float[np.ndarray, "prompts n"]) -> Float[np.ndarray, "promp
 
 
 def rloo(rewards: Float[np.ndarray, "prompts n"]) -> Float[np.ndarray, "prompts n"]:
-    """Subtract the mean of the group's other samples (RLOO; Ahmadian et al. 2024). 0 for groups of one."""
+    """Subtract the mean of the group's other samples (RLOO; Ahmadian et al. 2024). A group of one gets 0."""
     count = _count(rewards, -1)
     return dr_grpo(rewards) * count / np.maximum(count - 1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class GDPO:
-    """Normalize each reward function by its group, sum, and normalize over the batch (Liu et al. 2026).
+    """Normalize each function's rewards per group, sum them, and normalize over the batch (Liu et al. 2026).
 
     With `group_advantages`, samples with equal sums of rewards have equal advantages. GDPO distinguishes them.
     """
@@ -47,7 +49,7 @@ class GDPO:
 
 
 def weighted_sum(rewards: Float[np.ndarray, "functions *samples"], weights: Sequence[float]) -> np.ndarray:
-    """Sum the rewards of each sample over the functions that are not NaN. NaN if all are, as in TRL."""
+    """Sum the weighted rewards of each sample, ignoring NaN. The sum is NaN if all rewards are NaN, as in TRL."""
     total = np.nansum(rewards * np.reshape(weights, (-1, *[1] * (rewards.ndim - 1))), axis=0)
     return np.where(np.isnan(rewards).all(axis=0), np.nan, total)
 
@@ -57,7 +59,7 @@ def compute_advantages(
 ) -> Float[np.ndarray, "prompts n"]:
     """Call an advantage function with the weighted sum of the rewards, or with the rewards of each function.
 
-    Raises ValueError if the function returns another shape, or NaN for a sample that is not left out.
+    Raises ValueError if the function returns a wrong shape, or NaN or infinity for a sample that is not excluded.
     """
     total = weighted_sum(rewards, weights)
     per_function = getattr(function, "per_function", False)
@@ -74,7 +76,7 @@ def compute_advantages(
 
 
 def _normalize(rewards: np.ndarray, axis: int | None) -> np.ndarray:
-    """Subtract the mean and divide by the standard deviation with Bessel's correction, as TRL does."""
+    """Subtract the mean and divide by the standard deviation (with Bessel's correction), as in TRL."""
     centered = rewards - _mean(rewards, axis)
     variance = np.nansum(centered**2, axis=axis, keepdims=True) / np.maximum(_count(rewards, axis) - 1, 1)
     return centered / (np.sqrt(variance) + _EPSILON)

@@ -23,18 +23,18 @@ def evaluate_rewards(
 ) -> Float[np.ndarray, "functions samples"]:
     """Call each reward function with all samples.
 
-    A function gets the arguments in its signature, and all of them if it has ``**kwargs``. It returns None
-    for a sample that it does not score, as in TRL. Several functions are summed without these values. A
-    sample that no function scores is left out.
+    A function receives the arguments that its signature names, or all arguments if it has ``**kwargs``. It
+    returns None for a sample that it does not score, as in TRL. A sample that no function scores is excluded
+    from training.
 
     Args:
-        functions: Reward functions, or one.
+        functions: One or several reward functions.
         prompts: Prompt of each sample.
         completions: Completion of each sample.
         fields: Other columns of the prompts' records, repeated per sample.
 
     Returns:
-        The rewards. NaN means None.
+        The rewards, with NaN instead of None.
 
     Raises:
         ValueError: If a function raises an exception, or returns a wrong number of values, NaN, infinity
@@ -55,24 +55,25 @@ def reward_functions(functions: RewardFn | Sequence[RewardFn]) -> tuple[RewardFn
 def _evaluate(function: RewardFn, arguments: Mapping[str, Any]) -> Float[np.ndarray, "samples"]:
     name, samples = getattr(function, "__name__", type(function).__name__), len(arguments["completions"])
     try:
-        values: Any = function(**_accepted(function, arguments))
+        values: Any = function(**_select_arguments(function, arguments))
         values = list(values)
     except Exception as error:
         raise ValueError(f"the reward function {name} failed: {type(error).__name__}: {error}") from error
     if len(values) != samples:
         raise ValueError(f"the reward function {name} returned {len(values)} values for {samples} samples")
-    for sample, value in enumerate(values):
-        number = float(value) if isinstance(value := as_python(value), bool) else as_number(value)
+    for sample, element in enumerate(values):
+        value = as_python(element)
+        number = float(value) if isinstance(value, bool) else as_number(value)
         if value is not None and (number is None or not math.isfinite(number)):
             raise ValueError(
                 f"the reward function {name} returned {short(value)} for sample {sample}: return a finite number, or "
-                "None to leave the sample out"
+                "None to exclude the sample"
             )
         values[sample] = math.nan if number is None else number
     return np.asarray(values, np.float64)
 
 
-def _accepted(function: RewardFn, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _select_arguments(function: RewardFn, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Select the arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

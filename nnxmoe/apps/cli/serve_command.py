@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at shutdown (default 30)")
     help_text = "log one line per request with path, status, seconds and tokens (default: on)"
     add("--access-log", action=argparse.BooleanOptionalAction, default=True, help=help_text)
-    help_text = "let requests set return_routed_experts, to get the experts of each token"
+    help_text = "let requests set return_routed_experts, which returns the experts of each token"
     add("--enable-return-routed-experts", action="store_true", help=help_text)
     add_draft(parser)
     parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."

@@ -193,10 +193,11 @@ class ChatFormat:
 
 
 def _routed_experts(sample: Sample) -> Json:
-    """Encode the routing as in vLLM: the base64 text of a ``.npy`` file, in the last choice of a sample."""
+    """Encode the routing as vLLM does, as a base64-encoded ``.npy`` file. Empty unless a sample with routing ends."""
     if sample.routing is None:
         return {}
-    np.save(buffer := io.BytesIO(), np.ascontiguousarray(sample.routing))
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(sample.routing))
     return {"routed_experts": base64.b64encode(buffer.getvalue()).decode()}
 
 

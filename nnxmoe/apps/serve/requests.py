@@ -190,8 +190,8 @@ class Planner:
         n = _at_most("n", request.n, self.settings.samples) or 1
         biases, min_tokens = request.logit_bias or {}, request.min_tokens or 0
         _at_most("logit_bias", len(biases), self.limits.max_logit_biases)
-        routed = bool(request.return_routed_experts)
-        if routed and not self.limits.return_routing:
+        return_routing = bool(request.return_routed_experts)
+        if return_routing and not self.limits.return_routing:
             reason = "return_routed_experts: start the server with --enable-return-routed-experts"
             raise Refused(400, reason, "return_routed_experts")
         if min_tokens > max_tokens:
@@ -208,7 +208,7 @@ class Planner:
         grammar = self._constraint(request, stop_ids, answer)
         extra_options: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": grammar}
         options = RequestOptions(
-            max_tokens, min_tokens, sampling, stop_ids, seed, **extra_options, return_routing=routed
+            max_tokens, min_tokens, sampling, stop_ids, seed, **extra_options, return_routing=return_routing
         )
         usage = None if request.stream_options is None else request.stream_options.usage
         seeded, stream = request.seed is not None, bool(request.stream)

@@ -21,7 +21,7 @@ _DOT_GENERAL = jax.lax.dot_general.__code__
 
 
 def _is_intercepted() -> bool:
-    """Return whether qwix has replaced the code of `jax.lax.dot_general`, for example to add LoRA to the product."""
+    """Return whether qwix has replaced the code of `jax.lax.dot_general`, for example to add LoRA to products."""
     return jax.lax.dot_general.__code__ is not _DOT_GENERAL
 
 
@@ -33,8 +33,8 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
     accumulated and returned in float32, without rounding to ``x``'s dtype. On a mesh, XLA sums this gradient over
     devices in the dtype set by `reduce_gradients_in`. Forward mode and higher-order derivatives are supported.
 
-    JAX derives the gradients of products that qwix intercepts, because the custom gradients omit the terms that qwix
-    adds.
+    If qwix intercepts `jax.lax.dot_general`, JAX derives the gradients, because the custom gradients lack the terms
+    that qwix adds.
     """
     kernel_dtype, sum_dtype = kernel.dtype, reduction_dtype(jnp.float32, x.dtype)
 
@@ -64,7 +64,8 @@ def matmul_f32(
 ) -> Float[Array, "*rows O"]:
     """Return ``x @ kernel`` or ``x @ kernel.T``, accumulated and returned in float32. Operands are not cast."""
     rows = x.reshape(-1, x.shape[-1])
-    if transpose and not _is_intercepted() and xla_cpu.is_faster_with_kernel_first(rows):  # qwix adapts right operands
+    # qwix applies LoRA only to kernels that are the right operand.
+    if transpose and not _is_intercepted() and xla_cpu.is_faster_with_kernel_first(rows):
         out = jax.lax.optimization_barrier(dot_f32(kernel, rows, -1, -1, precision)).T
     else:
         out = dot_f32(rows, kernel, -1, -1 if transpose else -2, precision)

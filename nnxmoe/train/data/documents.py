@@ -173,7 +173,7 @@ class Documents:
         return fill(documents, length, self.tokenizer.pad_token_id or 0)
 
     def batch(self, rows: Sequence[Sequence[Document]], length: int) -> Any:
-        """Pack each row of documents, and stack the rows to a batch of arrays ``[B, T]``."""
+        """Pack the documents of each row, and stack the rows into a batch of arrays ``[B, T]``."""
         arrays = [self.row(row, length) for row in rows]
         return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
 

@@ -1,4 +1,4 @@
-"""Prompts that reinforcement learning samples answers to.
+"""Prompts for reinforcement learning.
 
 prompts = prompts("questions.jsonl", tokenizer, batch_size=8, seq_len=256)
 next(prompts)  # 8 records, such as {"prompt": "12 + 30 =", "answer": 42}
@@ -49,7 +49,7 @@ def prompts(
 
 @dataclasses.dataclass(frozen=True)
 class Prompt(Document):
-    """Token ids of a prompt, with its record as an attribute. Only the last token counts as an answer."""
+    """Token ids of a prompt, and its record. The mask of the answer marks only the last token."""
 
     record: PromptRecord
 
@@ -59,7 +59,10 @@ class Prompt(Document):
 
 
 def prompt_of(value: object) -> tuple[PromptRecord, frozenset[str]]:
-    """Parse a JSON object with the field "prompt". No field is ignored. Raises RecordError if there is no prompt."""
+    """Parse a JSON object with the field "prompt".
+
+    Returns the record and the names of ignored fields, which is always empty. Raises RecordError without a prompt.
+    """
     record = to_json_types(fields_of(value))
     if not isinstance(record.get("prompt"), str | list) or not record["prompt"]:
         raise RecordError("write 'prompt', a text or a list of messages", "no prompt")

@@ -38,7 +38,7 @@ class BatchSource:
 
     @property
     def stride(self) -> int:
-        """Number of batches after which the position can be saved. 1 unless the batches are `Rollouts`."""
+        """The position can be saved after every ``stride`` batches. 1 unless the batches are `Rollouts`."""
         return getattr(self.batches, "stride", 1)
 
     def samples_after(self, step: int) -> bool:
@@ -46,7 +46,7 @@ class BatchSource:
         return hasattr(self.batches, "current_model") and step % self.stride == 0
 
     def sample_from(self, current_model: Callable[[], CausalLM]) -> None:
-        """Pass a function that returns the current model to batches that are sampled from it."""
+        """Set the function that returns the current model. No-op unless the batches are `Rollouts`."""
         if hasattr(self.batches, "current_model"):
             self.batches.current_model = current_model
 

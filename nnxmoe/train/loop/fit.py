@@ -86,7 +86,7 @@ def fit(
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = _on_training_mesh(model, mesh or model.strategy.mesh)
     step = _step(model, optimizer, options)
-    data = _sampled(data, step, seed, evaluate)
+    data = _rollout_batches(data, step, seed, evaluate)
     limit = _limit(step, model, data)
     if isinstance(checkpoint, str | os.PathLike):
         stride = getattr(data, "stride", 1)
@@ -128,8 +128,8 @@ def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: Ste
     return Step(model, optimizer, **options)
 
 
-def _sampled(data: Iterable[Any], step: Step, seed: int, evaluate: Any) -> Iterable[Batch]:
-    """Return the batches that the objective samples from the trained model, or ``data`` for other objectives."""
+def _rollout_batches(data: Iterable[Any], step: Step, seed: int, evaluate: Any) -> Iterable[Batch]:
+    """Return `Rollouts` of the prompts in ``data`` if the objective samples its batches, else ``data``."""
     if not isinstance(step.objective, SampledObjective):
         return data
     if evaluate is not None:

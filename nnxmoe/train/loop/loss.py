@@ -88,7 +88,7 @@ def map_logits(
     The result is differentiable. The backward pass recomputes the logits of each chunk.
 
     Args:
-        function: Function ``(logits [B, t, V], targets [B, t]) -> [B, t, …]``, independent per token.
+        function: Function ``(logits [B, t, V], targets [B, t]) -> [B, t, …]`` that treats each token independently.
     """
     length = x.shape[1] // shard_count(mesh, context_shard_axes(x.shape[1], mesh))
     chunks = -(-length // _tokens_per_chunk(logits, kernel, targets, mesh))

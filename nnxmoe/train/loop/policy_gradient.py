@@ -6,21 +6,21 @@
     train.GRPO(reward, advantages=train.dr_grpo, aggregate=train.FixedLengthMean(256))   # Dr. GRPO
     train.GSPO(reward)                                                      # ratio per sequence
 
-A batch has rows ``[B, T]``, in which samples may be packed. Arrays with one value per token are aligned
-with the token itself:
+A batch has rows ``[B, T]``, in which samples may be packed. In arrays with one value per token, the value at position t
+belongs to token t, not to the prediction of token t + 1.
 
 | field | values |
 |---|---|
 | ``tokens`` | prompts and answers |
 | ``segment_ids``, ``positions`` | number of the sample in its row, 0 for padding; position in the sample |
 | ``loss_mask`` | 1 for the tokens of answers |
-| ``advantages``, ``rewards`` | values of the sample on its answer tokens, else 0 |
+| ``advantages``, ``rewards`` | value of the sample at its answer tokens, 0 elsewhere |
 | ``sampler_logps`` | log-probabilities of the answer tokens in the sampler |
-| ``old_logps`` | log-probabilities before the first update with these samples, see `GRPO.logps` |
+| ``old_logps`` | log-probabilities in the policy before the first update with these samples, see `GRPO.logps` |
 | ``reference_logps`` | log-probabilities in the reference model |
-| ``routing`` | expert ids ``[B, T, L, X]`` of the sampler, to replay its routing in the policy; -1: not replayed |
+| ``routing`` | expert ids ``[B, T, L, X]`` of the sampler, which the policy replays; -1 for tokens without replay |
 
-All arrays after ``advantages`` are optional. Without ``old_logps``, the policy itself is the old policy.
+``rewards`` and all later arrays are optional. Without ``old_logps``, the current policy is the old policy.
 """
 
 import dataclasses
@@ -66,31 +66,31 @@ SAMPLE_FIELDS = ("advantages", "rewards", "sampler_logps", "old_logps", REFERENC
 
 @dataclasses.dataclass(frozen=True)
 class GRPO(RolloutOptions, RouterLosses):
-    """Clipped policy-gradient loss of samples whose advantages are relative to a group.
+    """Clipped policy-gradient loss with advantages relative to a group of samples.
 
-    The loss of a token is ``importance * clip(ratio, advantage) + kl * KL(policy || reference)``. A sample
-    without answer tokens is excluded from all means. The router losses include all tokens, also of prompts.
+    The loss of a token is ``importance * clip(ratio, advantage) + kl * KL(policy || reference)``. Samples
+    without answer tokens are excluded from all means. The router losses include prompt tokens.
 
-    Metrics: ``reward`` and ``length`` per sample, and the number of ``samples``. ``clipped/low``, ``clipped/high``,
-    ``entropy``, ``kl`` (to the reference) and ``kl/rollout`` (from the sampler to the policy before the first update)
-    per answer token. ``routing/flipped``, the share of tokens per layer whose replayed experts differ from the router's
-    choice.
+    The metrics ``reward`` and ``length`` are means over samples, and ``samples`` is their number. ``clipped/low``,
+    ``clipped/high``, ``entropy``, ``kl`` (to the reference) and ``kl/rollout`` (from the sampler to the policy before
+    the first update) are means over answer tokens. ``routing/flipped`` is the share of tokens per layer whose replayed
+    experts differ from the router's selection.
 
-    `RolloutOptions` describes the arguments of the samples, such as ``group_size``.
+    `RolloutOptions` documents the sampling arguments, such as ``group_size``.
 
     Args:
-        reward: Reward function, or several, see `evaluate_rewards`.
+        reward: One or several reward functions, see `evaluate_rewards`.
         reward_weights: Weight of each reward function. Defaults to 1.
         advantages: Function from rewards ``[prompts, samples]`` to advantages, such as `group_advantages`.
         ratio: Probability ratios, `token_ratio` or `sequence_ratio`.
-        clip: Clipping of the ratios.
+        clip: Clipped surrogate loss.
         kl: Weight of the KL divergence to the reference.
-        kl_estimator: Estimate of this divergence per token, `unbiased_kl` or `k3_kl`.
+        kl_estimator: Estimator of this divergence per token, `unbiased_kl` or `k3_kl`.
         reference: Function from the trained model to the reference model, such as `lora.without`. If
-            None, batches with ``reference_logps`` have a reference.
+            None, the batch's ``reference_logps`` are used if present.
         aggregate: Mean over the tokens' losses: `sequence_mean`, `token_mean` or `FixedLengthMean`.
-        importance: Correction for samplers with other numerics. Requires ``sampler_logps``.
-        temperature: The policy, from which the answers are sampled, is ``softmax(logits / temperature)``.
+        importance: Correction for differences in numerics between sampler and policy. Requires ``sampler_logps``.
+        temperature: Sampling temperature. The policy is ``softmax(logits / temperature)``.
 
     Raises:
         ValueError: If ``kl`` or a router weight is negative, ``temperature`` is not positive, or
@@ -145,8 +145,9 @@ class GRPO(RolloutOptions, RouterLosses):
             raise ValueError(f"a batch for {name} needs {missing[0]} [B, T], got {', '.join(batch)}")
         shape = list(jnp.shape(batch["tokens"]))
         for field in SAMPLE_FIELDS:
-            if (field_shape := list(jnp.shape(batch.get(field, batch["tokens"])))) != shape:
-                raise ValueError(f"{field} has the shape {field_shape}: it must be {shape}, as tokens has")
+            field_shape = list(jnp.shape(batch.get(field, batch["tokens"])))
+            if field_shape != shape:
+                raise ValueError(f"{field} has the shape {field_shape}: it must be {shape}, the shape of tokens")
         if self.reference is not None and REFERENCE in batch:
             raise ValueError(f"the batch has {REFERENCE} and {name} has a reference function: remove one of them")
         if self.kl and self.reference is None and REFERENCE not in batch:
@@ -159,7 +160,7 @@ class GRPO(RolloutOptions, RouterLosses):
             raise ValueError(f"segment_ids contains {np.max(segments)}: number the samples of each row from 1")
 
     def count(self, batch: Batch) -> Counts:
-        """Count the answer tokens, and the samples that have any. Each count is at least 1."""
+        """Count the answer tokens, and the samples with answer tokens. Each count is at least 1."""
         return Answers.from_batch(batch).counts()
 
     def __call__(
@@ -178,14 +179,14 @@ class GRPO(RolloutOptions, RouterLosses):
         auxiliary, routers = self._of_routers(infos, share)
         total = self.aggregate(losses, answers, counts) + auxiliary
         metrics["entropy"] = entropy
-        measured = {name: token_mean(values, answers, counts) for name, values in metrics.items()}
-        measured["length"] = jnp.sum(answers.weights) / counts.samples
-        measured["samples"] = jnp.round(jnp.sum(answers.weights / answers.lengths))
+        means = {name: token_mean(values, answers, counts) for name, values in metrics.items()}
+        means["length"] = jnp.sum(answers.weights) / counts.samples
+        means["samples"] = jnp.round(jnp.sum(answers.weights / answers.lengths))
         if ROUTING in batch:
-            measured["routing/flipped"] = share * jnp.mean(jnp.stack([info.routing[2] for info in infos]))
+            means["routing/flipped"] = share * jnp.mean(jnp.stack([info.routing[2] for info in infos]))
         if "rewards" in inputs:
-            measured["reward"] = sequence_mean(inputs["rewards"], answers, counts)
-        return total, Losses(total, None, jnp.sum(answers.weights), *routers, measured=measured)
+            means["reward"] = sequence_mean(inputs["rewards"], answers, counts)
+        return total, Losses(total, None, jnp.sum(answers.weights), *routers, measured=means)
 
     def token_losses(
         self, logps: PerToken, inputs: Mapping[str, PerToken], answers: Answers
@@ -215,7 +216,7 @@ class GRPO(RolloutOptions, RouterLosses):
         return jnp.roll(self._policy(model, batch, None)[0], 1, axis=1)
 
     def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], ...]:
-        """Compute the auxiliary losses, and the share of real tokens with other given experts."""
+        """Compute the auxiliary losses, and the share of tokens whose replayed experts differ from the selection."""
         losses = super()._summarise_routing(routing)
         if routing.flipped is None:
             return losses
@@ -223,7 +224,7 @@ class GRPO(RolloutOptions, RouterLosses):
         return *losses, jnp.sum(routing.flipped) / jnp.maximum(jnp.sum(valid), 1)  # padding has no given experts
 
     def _policy(self, model: CausalLM, batch: Batch, key: Any) -> tuple[PerToken, PerToken, Body]:
-        """Return log-probabilities and entropies where answer tokens are predicted, and the outputs of the layers."""
+        """Return log-probabilities and entropies at the positions that predict answer tokens, and the `Body`."""
         body, (targets, weights) = self._body(model, batch, key), targets_of(batch)
         function = functools.partial(logps_and_entropy, temperature=self.temperature)
         values = map_logits(function, body.x, model.head_weight(), targets, model.mesh) * weights[..., None]
@@ -240,7 +241,7 @@ class GSPO(GRPO):
 
 
 def logps_and_entropy(logits: Array, targets: Array, temperature: float) -> Float[Array, "B t 2"]:
-    """Compute the log-probability of each target, and the entropy of the whole distribution."""
+    """Compute the log-probability of each target and the entropy of its distribution, stacked."""
     logits = logits / temperature
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

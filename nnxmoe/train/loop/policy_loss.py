@@ -60,7 +60,7 @@ class Answers:
         return jnp.maximum(self.sums(jnp.ones_like(self.weights)), 1.0)
 
     def counts(self) -> Counts:
-        """Count the answer tokens, and the samples that have any."""
+        """Count the answer tokens, and the samples with answer tokens."""
         lengths = self._segment_sums(jnp.ones_like(self.weights))
         return Counts(jnp.maximum(jnp.sum(lengths), 1.0), jnp.maximum(jnp.sum(lengths > 0), 1).astype(jnp.float32))
 
@@ -89,8 +89,8 @@ class Clip(KnownFields):
 
     Attributes:
         low: Distance of the lower bound from 1.
-        high: Distance of the upper bound from 1. DAPO's is larger than ``low`` (Yu et al. 2025).
-        delta: Upper bound of the unclipped ratio, which limits the loss for negative advantages. TRL's ``delta``.
+        high: Distance of the upper bound from 1. Larger than ``low`` in DAPO (Yu et al. 2025).
+        delta: Upper bound of the unclipped ratio, as in TRL. It limits the loss for negative advantages.
         dual: Upper bound of the loss for negative advantages, as a factor of ``-A`` (dual clip; Ye et al. 2020).
 
     Raises:
@@ -126,15 +126,15 @@ class Clip(KnownFields):
 
 @dataclasses.dataclass(frozen=True)
 class ImportanceSampling(KnownFields):
-    """Loss weights ``pi_trainer / pi_sampler``, for samples from a model with other numerics (Yao et al. 2025).
+    """Loss weights ``pi_trainer / pi_sampler``, for samplers with different numerics (Yao et al. 2025).
 
     The weights are limited to [``floor``, ``cap``] and have no gradient.
 
     Attributes:
         cap: Upper bound of the weights.
         floor: Lower bound of the weights.
-        per_sequence: Whether all tokens of an answer have the product of their ratios as the weight.
-        mask: Whether a weight outside the bounds becomes 0 instead of the bound.
+        per_sequence: Whether each answer has one weight, the product of the ratios of its tokens.
+        mask: Whether weights outside the bounds become 0 instead of the nearest bound.
     """
 
     cap: float = 2.0
@@ -149,7 +149,7 @@ class ImportanceSampling(KnownFields):
             raise ValueError(f"ImportanceSampling(floor={self.floor}): it must be less than cap={self.cap}")
 
     def __call__(self, log_ratios: PerToken, answers: Answers) -> PerToken:
-        """Compute the weight of each token from the trainer's minus the sampler's log-probabilities."""
+        """Compute the weight of each token. ``log_ratios`` are the trainer's minus the sampler's log-probabilities."""
         weights = jnp.exp(answers.sums(log_ratios) if self.per_sequence else log_ratios)
         if self.mask:
             weights = jnp.where((weights >= self.floor) & (weights <= self.cap), weights, 0.0)
@@ -157,23 +157,23 @@ class ImportanceSampling(KnownFields):
 
 
 AggregateFn = Callable[[PerToken, Answers, Counts], Float[Array, ""]]
-"""Function ``(losses, answers, counts) -> loss``. With gradient accumulation, ``losses`` are those of a microbatch,
-``counts`` those of the whole batch, and the results are summed."""
+"""Function ``(losses, answers, counts) -> loss``. With gradient accumulation, it is called with the losses of each
+microbatch and the counts of the whole batch, and the results are summed."""
 
 
 def token_mean(losses: PerToken, answers: Answers, counts: Counts) -> Float[Array, ""]:
-    """Compute the mean over all answer tokens (DAPO; Yu et al. 2025). TRL's ``bnpo``."""
+    """Compute the mean over all answer tokens (DAPO; Yu et al. 2025), named ``bnpo`` in TRL."""
     return jnp.sum(losses * answers.weights) / counts.tokens
 
 
 def sequence_mean(losses: PerToken, answers: Answers, counts: Counts) -> Float[Array, ""]:
-    """Compute the mean over the samples of the mean over each answer (GRPO; Shao et al. 2024)."""
+    """Compute the mean over each answer, then the mean over the samples (GRPO; Shao et al. 2024)."""
     return jnp.sum(losses * answers.weights / answers.lengths) / counts.samples
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedLengthMean(KnownFields):
-    """Mean over the samples of the sum over each answer divided by a constant (Dr. GRPO; Liu et al. 2025).
+    """Sum over each answer divided by a constant, then the mean over the samples (Dr. GRPO; Liu et al. 2025).
 
     Attributes:
         length: Constant divisor, usually the maximum number of new tokens.
@@ -192,14 +192,14 @@ class FixedLengthMean(KnownFields):
 def k3(log_ratios: PerToken) -> PerToken:
     """Estimate a KL divergence per token as ``exp(r) - r - 1`` (Schulman 2020). The estimates are at least 0.
 
-    For tokens sampled from p and r = log q - log p, their mean over many tokens is KL(p || q).
+    With r = log q - log p for tokens sampled from p, the expected estimate is KL(p || q).
     """
     return jnp.expm1(log_ratios) - log_ratios
 
 
 KLFn = Callable[[PerToken, PerToken], PerToken]
-"""Function ``(log_ratios, ratios) -> kl``. ``log_ratios`` are the reference's minus the policy's log-probabilities,
-``ratios`` those of the policy to the old policy."""
+"""Function ``(log_ratios, ratios) -> kl``. ``log_ratios`` are the reference's minus the policy's log-probabilities.
+``ratios`` are the policy's divided by the old policy's probabilities."""
 
 
 def k3_kl(log_ratios: PerToken, ratios: PerToken) -> PerToken:
@@ -208,5 +208,8 @@ def k3_kl(log_ratios: PerToken, ratios: PerToken) -> PerToken:
 
 
 def unbiased_kl(log_ratios: PerToken, ratios: PerToken) -> PerToken:
-    """Multiply `k3` by the ratio, which has a gradient too, so that value and gradient are unbiased (DeepSeek-V3.2)."""
+    """Estimate KL(policy || reference) by `k3` times the ratio (DeepSeek-V3.2).
+
+    The gradient includes the gradient of the ratio. Therefore, value and gradient are unbiased.
+    """
     return ratios * k3(log_ratios)

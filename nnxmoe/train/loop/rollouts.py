@@ -1,4 +1,4 @@
-"""Rollouts: training batches that are sampled from the model that is being trained."""
+"""Rollouts: training batches of samples from the current model of a training run."""
 
 import collections
 import dataclasses
@@ -34,16 +34,17 @@ _logger = logging.getLogger("nnxmoe")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutOptions(KnownFields):
-    """Options of the samples from which a policy gradient is computed.
+    """Options for sampling the training data of a policy gradient.
 
     Attributes:
         group_size: Number of samples per prompt.
         max_new_tokens: Maximum number of tokens of an answer.
-        seq_len: Tokens per row of a batch. A prompt has at most ``seq_len - max_new_tokens`` tokens.
+        seq_len: Tokens per row of a batch. Prompts are limited to ``seq_len - max_new_tokens`` tokens.
         minibatches: Number of batches per rollout. Each batch is one training step.
         replay: Whether the trained model routes tokens to the experts that the sampler selected (R3; Ma et al. 2025).
-        pack: Whether rows contain several samples. The number of rows then varies, with one compilation per number.
-        slots: Maximum number of samples that are decoded together.
+        pack: Whether a row can contain several samples. The number of rows then varies, and the training step is
+            compiled for each number.
+        slots: Maximum number of samples that are decoded concurrently.
         eos_token_id: Ids that end an answer. Defaults to the checkpoint's EOS tokens.
     """
 
@@ -70,14 +71,14 @@ class RolloutOptions(KnownFields):
 class Rollouts(Iterator[Batch]):
     """Iterator over batches of samples from the current model.
 
-    The samples depend on the model, ``seed``, the number of the rollout and the positions of the prompts. Between two
-    rollouts, the iterator resumes bit for bit.
+    A sample depends only on the model, the prompt and its position in the list, ``seed`` and the number of the rollout.
+    An iterator that is restored between two rollouts returns identical batches.
 
     Args:
         prompts: Iterable of lists of records with the field "prompt", such as `nnxmoe.train.prompts`.
         objective: The `GRPO` objective.
         seed: Seed of the samples.
-        row_multiple: The number of rows of a batch is a multiple of this number.
+        row_multiple: Batches are padded to a multiple of this number of rows.
     """
 
     def __init__(self, prompts: Iterable[Any], objective: Any, seed: int, row_multiple: int) -> None:
@@ -96,7 +97,7 @@ class Rollouts(Iterator[Batch]):
 
     @property
     def stride(self) -> int:
-        """Number of batches per rollout. A run can be saved after a multiple of this number."""
+        """Number of batches per rollout. The state can be saved only after whole rollouts."""
         return self._objective.minibatches
 
     def get_state(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class Rollouts(Iterator[Batch]):
         self._prompts.restore(state["prompts"])
 
     def _roll_out(self) -> list[Batch]:
-        """Sample answers to the next prompts, score them, and divide them into minibatches."""
+        """Sample answers to the next prompts, score them, and split them into minibatches."""
         assert self.current_model is not None
         records: Any = self._prompts.next()[0]
         if isinstance(records, str) or not isinstance(records, Sequence) or not records:
@@ -119,12 +120,13 @@ class Rollouts(Iterator[Batch]):
         model, parts = self.current_model(), self._objective.minibatches
         samples = self._score(records, self._sample(model, records))
         samples += [None] * (-len(samples) % parts)
-        order = np.random.RandomState(self._entropy()).permutation(len(samples))
+        order = np.random.RandomState(self._seed_words()).permutation(len(samples))
         order = sorted(order, key=lambda i: samples[i] is None)  # stable. Every minibatch needs a sample.
         self._count += 1
         return [self._batch([samples[i] for i in sorted(order[part::parts])], model) for part in range(parts)]
 
-    def _entropy(self) -> list[int]:
+    def _seed_words(self) -> list[int]:
+        """Return the seed of the next rollout, as integers for NumPy's generators."""
         return [self._seed & 0xFFFFFFFF, self._count]
 
     def _sample(self, model: CausalLM, records: Sequence[Mapping[str, Any]]) -> list[list[Request]]:
@@ -142,12 +144,14 @@ class Rollouts(Iterator[Batch]):
             return_routing=objective.replay and bool(model.config.experts),
         )
         engine = self._update_engine(model, options, len(prompts) * objective.group_size)
-        seeds = np.random.SeedSequence(self._entropy()).generate_state(len(prompts))
+        seeds = np.random.SeedSequence(self._seed_words()).generate_state(len(prompts))
         groups = []
         for ids, seed in zip(prompts, seeds, strict=True):
-            prefix, seeded = Prefix(ids), dataclasses.replace(options, seed=int(seed))
-            samples = range(objective.group_size)
-            groups.append([engine.submit(ids, dataclasses.replace(seeded, sample=i), prefix) for i in samples])
+            prefix, requests = Prefix(ids), list[Request]()
+            for sample in range(objective.group_size):
+                sample_options = dataclasses.replace(options, seed=int(seed), sample=sample)
+                requests.append(engine.submit(ids, sample_options, prefix))
+            groups.append(requests)
         engine.run()
         return groups
 
@@ -155,16 +159,17 @@ class Rollouts(Iterator[Batch]):
         if not isinstance(record, Mapping) or "prompt" not in record:
             raise ValueError(f"{short(record)} is not a record: pass lists of dicts with 'prompt', see train.prompts")
         ids, objective = encode_prompt(record["prompt"], self._tokenizer), self._objective
-        if len(ids) > (room := objective.seq_len - objective.max_new_tokens):
+        max_length = objective.seq_len - objective.max_new_tokens
+        if len(ids) > max_length:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, but seq_len={objective.seq_len} and "
-                f"max_new_tokens={objective.max_new_tokens} leave {room}: increase seq_len, or skip long prompts with "
-                f"train.prompts(…, seq_len={room})"
+                f"max_new_tokens={objective.max_new_tokens} leave {max_length}: increase seq_len, or skip long prompts "
+                f"with train.prompts(…, seq_len={max_length})"
             )
         return ids
 
     def _update_engine(self, model: CausalLM, options: RequestOptions, samples: int) -> Engine:
-        """Pass the model's current arrays to the engine. The first rollout creates the engine."""
+        """Update the engine's model. The first rollout creates the engine."""
         if self._engine is None:
             limits = dataclasses.replace(options.required_limits(model.vocab_size), tempered_logprobs=True)
             slots, capacity = min(self._objective.slots, samples), self._objective.seq_len
@@ -174,27 +179,28 @@ class Rollouts(Iterator[Batch]):
         return self._engine
 
     def _score(self, records: Sequence[Mapping[str, Any]], groups: list[list[Request]]) -> list[ScoredSample | None]:
-        """Compute rewards and advantages. A sample without a reward, or with NaN logits, is None."""
+        """Compute rewards and advantages. A sample without a reward, or with NaN or infinite logits, becomes None."""
         objective, requests = self._objective, [request for group in groups for request in group]
         rewards = self._rewards(records, requests)
         rewards[:, [request.finish == "error" for request in requests]] = np.nan
         rewards = rewards.reshape(len(rewards), len(groups), -1)
         advantages = compute_advantages(objective.advantages, rewards, objective.reward_weights).reshape(-1)
         totals = weighted_sum(rewards, objective.reward_weights).reshape(-1)
-        left_out = np.isnan(advantages)
-        text = f"rollout {self._count}: {left_out.sum()} of {len(requests)} samples have no reward"
-        if len(requests) - left_out.sum() < objective.minibatches:
-            is_nan = sum(request.finish == "error" for request in requests)
+        is_excluded = np.isnan(advantages)
+        text = f"rollout {self._count}: {is_excluded.sum()} of {len(requests)} samples have no reward"
+        if len(requests) - is_excluded.sum() < objective.minibatches:
+            num_failed = sum(request.finish == "error" for request in requests)
             raise ValueError(
-                f"{text} ({is_nan} of them due to NaN logits). The others cannot be divided into "
+                f"{text} ({num_failed} of them due to NaN logits). The others cannot be divided into "
                 f"minibatches={objective.minibatches}: check the reward function and the model, or use more prompts"
             )
-        if left_out.any():
+        if is_excluded.any():
             _logger.warning(text)
-        return [
-            None if is_out else _sample_of(request, float(advantage), float(total))
-            for request, advantage, total, is_out in zip(requests, advantages, totals, left_out, strict=True)
-        ]
+        samples: list[ScoredSample | None] = []
+        for i, request in enumerate(requests):
+            sample = None if is_excluded[i] else _scored_sample(request, float(advantages[i]), float(totals[i]))
+            samples.append(sample)
+        return samples
 
     def _rewards(self, records: Sequence[Mapping[str, Any]], requests: Sequence[Request]) -> np.ndarray:
         """Call the reward functions in process 0. All processes get the same values ``[functions, samples]``."""
@@ -203,9 +209,7 @@ class Rollouts(Iterator[Batch]):
             completions: list[Any] = [request.ids for request in requests]
             if self._tokenizer is not None:
                 completions = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-            repeated = [record for record in records for _ in range(self._objective.group_size)]
-            names = dict.fromkeys(name for record in records for name in record)
-            columns = {name: [record.get(name) for record in repeated] for name in names}
+            columns = _columns_per_sample(records, self._objective.group_size)
             try:
                 rewards = evaluate_rewards(self._objective.reward, columns.pop("prompt"), completions, columns)
                 result = {"rewards": rewards.tolist()}
@@ -217,7 +221,7 @@ class Rollouts(Iterator[Batch]):
         return np.asarray(result["rewards"])
 
     def _batch(self, samples: Sequence[ScoredSample | None], model: CausalLM) -> Batch:
-        """Stack samples to this process's rows of a batch. With several minibatches, adds ``old_logps``."""
+        """Stack samples into a batch, and return this process's rows. With several minibatches, adds ``old_logps``."""
         objective = self._objective
         batch = stack_samples(samples, objective.seq_len, self._row_multiple, pack=objective.pack)
         rows = len(batch["tokens"]) // jax.process_count()
@@ -228,7 +232,16 @@ class Rollouts(Iterator[Batch]):
         return batch | {"old_logps": rows_of_process(logps, rows)}
 
 
-def _sample_of(request: Request, advantage: float, reward: float) -> ScoredSample:
+def _columns_per_sample(records: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, list[Any]]:
+    """Convert the records to one column per field, with ``group_size`` equal values per record."""
+    columns: dict[str, list[Any]] = {name: [] for record in records for name in record}
+    for record in records:
+        for name, column in columns.items():
+            column += [record.get(name)] * group_size
+    return columns
+
+
+def _scored_sample(request: Request, advantage: float, reward: float) -> ScoredSample:
     values = request.prompt, tuple(request.ids), tuple(request.logprobs), request.routing
     return ScoredSample(*values, advantage, reward)
 

@@ -76,7 +76,7 @@ class Run:
             broadcast_text(lambda: refuse_unless_writable(checkpoints.folder) or "")
             plain({"data": self.source.position()}, "the state of the data's iterator (get_state)")
             self.base = fingerprint(self.step.base())
-        # The parameters are not cast to the model's dtype, so that sampler and trained model have equal values.
+        # The sampler uses the parameters of the training state without a cast, so that its values equal the step's.
         self.source.sample_from(lambda: self.step.definition.merge(self.state.params, self.state.frozen))
         self._refuse_partial_rollouts()
         self.stop_requested = False
@@ -89,7 +89,7 @@ class Run:
         self.finite = shared_program("finite", _finite, out_shardings=self.step.places.step)
 
     def _refuse_partial_rollouts(self) -> None:
-        """Raise ValueError if the run would end or save a checkpoint before all batches of a rollout are used."""
+        """Raise ValueError if the run would end or save a checkpoint within a rollout."""
         counts = {"steps": self.steps}
         if self.checkpoints is not None:
             counts["Checkpoints(every=…)"] = self.checkpoints.every

@@ -1,4 +1,4 @@
-"""Samples of a rollout, and their arrays in a training batch."""
+"""Conversion of a rollout's samples to the arrays of a training batch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from nnxmoe.train.data.documents import Document, Row, fill
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSample:
-    """An answer that the model sampled, with values for the loss.
+    """Sampled answer to a prompt, with the values that the loss needs.
 
     Attributes:
         prompt_ids, ids: Ids of the prompt and of the answer.
         logps: Log-probability of each id of the answer in the sampler.
         routing: Expert ids of all tokens except the last one, or None.
-        advantage, reward: Values of the sample.
+        advantage, reward: Advantage and reward of the sample.
     """
 
     prompt_ids: tuple[int, ...]
@@ -33,26 +33,29 @@ class ScoredSample:
         return len(self.prompt_ids) + len(self.ids)
 
     def document(self) -> Document:
-        """Return the ids with a mask of the answer."""
+        """Return all ids, with a mask of the answer's ids."""
         ids = np.asarray(self.prompt_ids + self.ids, np.int32)
         return Document(ids, np.arange(len(ids)) >= len(self.prompt_ids), chat=True)
 
 
 def stack_samples(samples: Sequence[ScoredSample | None], length: int, multiple: int, *, pack: bool) -> Row:
-    """Stack samples to a batch of arrays ``[B, T]``; see `nnxmoe.train.loop.policy_gradient` for the fields.
+    """Stack samples into a batch of arrays ``[B, T]``; see `nnxmoe.train.loop.policy_gradient` for the fields.
 
     Args:
-        samples: The samples. None is an empty row.
-        length: Tokens per row, T.
-        multiple: B is a multiple of this number.
-        pack: Whether rows may contain several samples. B is then rounded up to one of a few sizes.
+        samples: The samples. None becomes an empty row, or no row with ``pack``.
+        length: Number of tokens per row (T).
+        multiple: Empty rows are added until B is a multiple of this number.
+        pack: Whether rows may contain several samples. B is then also rounded up to one of a few sizes, to limit the
+            number of compilations.
     """
     rows = [[] if sample is None else [sample] for sample in samples]
     if pack:
         present = [sample for sample in samples if sample is not None]
         rows = [[present[i] for i in row] for row in place(map(len, present), length)]
-    parts = -(-len(rows) // multiple)
-    rows += [[]] * (multiple * (bucket_size(parts, 1) if pack else parts) - len(rows))
+    row_groups = -(-len(rows) // multiple)
+    if pack:
+        row_groups = bucket_size(row_groups, 1)
+    rows += [[]] * (multiple * row_groups - len(rows))
     routing_shape = next((s.routing.shape[1:] for s in samples if s is not None and s.routing is not None), None)
     arrays = [_fill_row(row, length, routing_shape) for row in rows]
     return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
