@@ -283,7 +283,7 @@ def test_packed_rows_of_a_model_equal_samples_alone() -> None:
     total, losses = jax.jit(lambda batch: objective(model, batch))(batch)
     assert float(total) == pytest.approx(oracle(objective, found, list(logps)), abs=1e-5)
     metrics, flat = losses.measured, lambda values: np.concatenate([np.asarray(v) for v in values])
-    drift = flat(logps) - flat([sample["sampler_logps"] for sample in found])
+    drift = flat([sample["old_logps"] - sample["sampler_logps"] for sample in found])
     assert metrics["entropy"] == pytest.approx(flat(entropies).mean(), abs=1e-5)
     assert metrics["kl/rollout"] == pytest.approx((np.exp(drift) - drift - 1).mean(), abs=1e-5)
     assert (
