@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import gc
+import multiprocessing
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
+from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.train.loop.rollouts import Rollouts
 from nnxmoe.train.loop.sample_rows import ScoredSample, stack_samples
 from tests.support.families import load
@@ -93,6 +97,58 @@ def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
         }
     jax.tree.map(np.testing.assert_array_equal, nnx.state(second.model), nnx.state(whole.model))
     assert run(model, 6, grpo, seed=4).history[0] != whole.history[0]
+
+
+def killed(folder: Path) -> None:
+    """A run that is killed between two minibatches."""
+
+    def kill(progress: train.Progress) -> None:
+        if progress.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoints = train.Checkpoints(folder, every=2)
+    run(build_tiny("mixtral"), 8, objective(minibatches=2), seed=3, callbacks=[kill], checkpoint=checkpoints)
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_to_the_bit(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=killed, args=(tmp_path / "run",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    model, grpo = build_tiny("mixtral"), objective(minibatches=2)
+    resumed = run(model, 8, grpo, seed=3, checkpoint=train.Checkpoints(tmp_path / "run", every=2))
+    assert resumed.history[0]["step"] in (1, 3, 5)  # step 4 may not be on disk
+    whole = run(model, 8, grpo, seed=3)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(resumed.model), nnx.state(whole.model))
+
+
+def interrupted(place: str, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The metrics of a run with Ctrl-C in the second rollout or between minibatches and of an uninterrupted run."""
+    rollouts_seen = list[int]()
+
+    def rewards(completions: Sequence[Any]) -> list[float]:
+        rollouts_seen.append(1)
+        if place == "rollout" and len(rollouts_seen) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return [float(len(set(ids))) for ids in completions]
+
+    def press(progress: train.Progress) -> None:
+        if place == "minibatch" and progress.step == 3 and len(rollouts_seen) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    model, grpo = build_tiny("mixtral"), train.GRPO(rewards, **OPTIONS, minibatches=2)
+    options: dict[str, Any] = {"checkpoint": folder / "run", "callbacks": [press]}
+    with pytest.raises(Interrupted, match="interrupted at step 4 of 8") as stop:
+        run(model, 8, grpo, **options)
+    found = [*stop.value.fitted.history, *run(model, 8, grpo, **options).history]
+    return found, run(model, 8, grpo).history
+
+
+@pytest.mark.parametrize("place", ["rollout", "minibatch"])
+def test_interrupted_runs_use_all_samples(place: str, tmp_path: Path) -> None:
+    found, wanted = interrupted(place, tmp_path)
+    assert [m["loss"] for m in found] == [m["loss"] for m in wanted]
 
 
 def test_second_rollout_compiles_nothing() -> None:
