@@ -79,6 +79,20 @@ def test_every_process_passes_its_rows_whatever_crosses_processes(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_rollouts_of_two_processes_equal_those_of_one(tmp_path: Path) -> None:
+    """Each process trains on its rows of the same samples, with the rewards of process 0."""
+    outs = {count: tmp_path / str(count) for count in (1, 2)}
+    for count, out in outs.items():
+        out.mkdir()
+        with Launch(out, count, "rollouts", devices=worker.DEVICES // count) as job:
+            job.finish(SLACK)
+    for name in ("fsdp", "context"):
+        wanted = np.load(outs[1] / f"{name} 0.npz")["found"]
+        for i in range(2):
+            np.testing.assert_allclose(np.load(outs[2] / f"{name} {i}.npz")["found"], wanted, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
 def test_processes_stop_resume_and_save_together(tmp_path: Path) -> None:
     """If one process gets Ctrl-C, or its callback ends the run, all stop after the same step; each resumes at its own
     position in the data. Tensors of which each process holds a part, or some whole, are saved."""

@@ -126,6 +126,32 @@ def shares(out: Path) -> None:
         np.savez(out / f"{name} {jax.process_index()}", losses=losses, reference=batch["reference_logps"])
 
 
+def rollouts(out: Path) -> None:
+    """Metrics of GRPO on meshes that cross processes, with rewards that differ per process."""
+
+    def reward(completions: Any) -> list[float]:
+        return [float(len(set(ids))) + jax.process_index() for ids in completions]
+
+    for name in ("fsdp", "context"):
+        mesh = nnxmoe.make_mesh(**SHARED[name], devices=jax.devices()[:DEVICES], across=name)
+        model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model", mesh=mesh)
+        grpo = train.GRPO(reward, group_size=3, max_new_tokens=6, seq_len=16, eos_token_id=None, minibatches=3)
+
+        def run(*ids: int) -> list[dict[str, float]]:
+            prompts = [[{"prompt": [5, 6, i]} for i in ids]]
+            return train.fit(model, prompts, objective=grpo, optimizer=optax.sgd(0.1), steps=6).history  # noqa: B023
+
+        found = [[m[k] for k in ("loss", "reward", "samples", "entropy", "gradient_norm")] for m in run(7, 8, 9)]
+        np.savez(out / f"{name} {jax.process_index()}", found=found)
+    if jax.process_count() > 1:
+        try:
+            run(7 + jax.process_index())
+        except ValueError as error:
+            assert "different prompts" in str(error), error
+        else:
+            raise AssertionError("the processes sampled answers to different prompts")
+
+
 class OwnRows:
     """Rows that differ by process, as the state of their iterator does."""
 
@@ -307,6 +333,8 @@ def main(out: Path, task: str, *plans: str) -> None:
                     saved(plan, out)
         case "shares":
             shares(out)
+        case "rollouts":
+            rollouts(out)
         case "checkpoint":
             checkpoints(out)
         case "one stops":

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from nnxmoe.train.loop.rollouts import Rollouts
 from nnxmoe.train.loop.sample_rows import ScoredSample, stack_samples
 from tests.support.families import load
 from tests.support.running import compiled_in
-from tests.support.tiny import build, build_tiny
+from tests.support.tiny import TINY, build, build_tiny, tiny_weights
 
 PROMPTS = [[{"prompt": [5, 9, 11, i], "wish": i} for i in (3, 4, 7)]]
 
@@ -258,6 +258,24 @@ def test_runs_end_with_a_rollout(tmp_path: Path) -> None:
         run(model, 4, grpo, checkpoint=train.Checkpoints(tmp_path / "run", every=3))
     with pytest.raises(ValueError, match="steps is 4"):  # not the interval, which is 102
         run(model, 4, objective(minibatches=3), checkpoint=tmp_path / "run")
+
+
+def history_on(sizes: dict[str, int] | None) -> list[dict[str, float]]:
+    """Metrics of packed minibatches in microbatches, on a mesh or on one device."""
+    dispatch = nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RingOfExperts()) if sizes else nnxmoe.Sorted()
+    strategy = nnxmoe.Strategy(dispatch=dispatch, stacking=nnxmoe.Scanned())
+    fields = TINY["mixtral"] | {"vocab_size": 56}
+    model = build(fields, tiny_weights(fields), strategy)
+    options = {"mesh": nnxmoe.make_mesh(**sizes)} if sizes else {}
+    return run(model, 4, objective(minibatches=2, pack=True, seq_len=24), accumulate=2, **options).history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2, "expert": 2}, {"fsdp": 4, "context": 2}])
+def test_eight_devices_equal_one(eight: Callable[..., Any], sizes: dict[str, int]) -> None:
+    for found, wanted in zip(eight(history_on, sizes), history_on(None), strict=True):
+        for name in wanted.keys() - {"seconds", "tokens_per_second", "data_seconds", "device_seconds"}:
+            assert abs(found[name] - wanted[name]) < 1e-5, name
 
 
 def failing(**_: Any) -> list[float]:
