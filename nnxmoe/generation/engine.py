@@ -238,10 +238,7 @@ class Engine:
             recent steps are still in flight and are not included.
         """
         self._check_open()
-        if self._prefill is None:
-            self._plan_prefill()
-        if self._prefill is not None:
-            self._advance_prefill(self._prefill)
+        self._prefill_chunk()
         events = list[Event]()
         is_running = any(request.steps < request.options.max_new_tokens for request in self._active_requests())
         if is_running:
@@ -299,6 +296,17 @@ class Engine:
                 yield request
 
     # Prefill
+
+    def _prefill_chunk(self) -> None:
+        """Prefill a chunk. Prompts that are prefilled prefixes start before it, because they need no pass."""
+        runs_pass = False
+        while not runs_pass:
+            if self._prefill is None:
+                self._plan_prefill()
+            if self._prefill is None:
+                return
+            runs_pass = bool(self._prefill.chunks)
+            self._advance_prefill(self._prefill)
 
     def _plan_prefill(self) -> None:
         """Plan the next prefill if a slot is free and a request is waiting, and assign slots to its requests."""

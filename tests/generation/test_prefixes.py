@@ -145,3 +145,15 @@ def test_memory_is_bounded_and_warming_up_leaves_nothing() -> None:
     assert len(engine.prefix_cache) == 3 == len(engine._prefiller.prefixes)
     with pytest.raises(ValueError, match="takes"):
         Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=10**15)
+
+
+def test_samples_start_together() -> None:
+    """Eight samples of a prefilled prompt start in one step, because they need no pass."""
+    engine = Engine(build_tiny("mixtral"), slots=8, capacity=16)
+    prefix = Prefix((5, 9, 11))
+    requests = [engine.submit([5, 9, 11], RequestOptions(4, stop_ids=None), prefix) for _ in range(8)]
+    engine.step()  # prefills the prefix
+    engine.step()
+    assert engine.waiting == 0 and engine.running == 8
+    engine.run()
+    assert {tuple(request.ids) for request in requests} == {tuple(requests[0].ids)}

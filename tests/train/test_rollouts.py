@@ -260,7 +260,7 @@ def test_runs_end_with_a_rollout(tmp_path: Path) -> None:
         run(model, 4, objective(minibatches=3), checkpoint=tmp_path / "run")
 
 
-def history_on(sizes: dict[str, int] | None) -> list[dict[str, float]]:
+def history_on(sizes: Any) -> list[dict[str, float]]:
     """Metrics of packed minibatches in microbatches, on a mesh or on one device."""
     dispatch = nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RingOfExperts()) if sizes else nnxmoe.Sorted()
     strategy = nnxmoe.Strategy(dispatch=dispatch, stacking=nnxmoe.Scanned())
