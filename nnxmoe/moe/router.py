@@ -79,7 +79,7 @@ class Router(nnx.Module):
         Without a context, no token is padding, no jitter is applied and ``select`` returns the experts of all tokens.
         """
         valid, key = (None, None) if context is None else (context.valid, context.key)
-        experts = None if context is None else context.given_experts()
+        experts = None if context is None or context.experts is None else context.given_experts()
         routing = self._select_experts(self._compute_logits(x, key), experts, mesh)
         return dataclasses.replace(routing, valid=valid)
 

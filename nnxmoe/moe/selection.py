@@ -70,8 +70,10 @@ class SelectTopK(abc.ABC):
         experts: Int[Array, "*rows X"] | None = None,
     ) -> Routing:
         """Route tokens by their logits. See `Select` for ``experts``."""
-        scores = self.compute_scores(logits)
-        return self.route(logits, scores, self.top_k(_add_bias(scores, bias)), experts)
+        scores = biased_scores = self.compute_scores(logits)
+        if bias is not None:
+            biased_scores = scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
+        return self.route(logits, scores, self.top_k(biased_scores), experts)
 
     def route(
         self,
@@ -235,10 +237,6 @@ class SqrtSoftplusTopK(SelectTopK):
 
     def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
         return _normalize(scores) * self.scale
-
-
-def _add_bias(scores: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Float[Array, "*rows E"]:
-    return scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
 
 
 def _top_k_mask(values: Float[Array, "*rows groups"], k: int) -> Bool[Array, "*rows groups"]:
