@@ -40,7 +40,8 @@ class ExpertSelector:
 
     def select_experts(self, logits: np.ndarray) -> np.ndarray:
         """Return the ids of the experts that the router selects from its logits."""
-        return np.asarray(self.select(jnp.asarray(logits), self.bias).experts)
+        bias = None if self.bias is None else jnp.asarray(self.bias)
+        return np.asarray(self.select(jnp.asarray(logits), bias).experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +116,9 @@ def compute_outputs(side: Side, shape: tuple[int, ...], other: Side) -> SideOutp
     """
     if side.run is not None:
         out = side.run(None)
-        layers = {layer: jax.tree.map(np.asarray, routing) for layer, routing in out.routing.items()}
-        experts = {layer: routing.experts for layer, routing in layers.items()}
-        router_logits = {layer: routing.logits for layer, routing in layers.items()}
-        scores = {layer: routing.scores for layer, routing in layers.items()}
+        experts = {layer: np.asarray(routing.experts) for layer, routing in out.routing.items()}
+        router_logits = {layer: np.asarray(routing.logits) for layer, routing in out.routing.items()}
+        scores = {layer: np.asarray(routing.scores) for layer, routing in out.routing.items()}
         return SideOutputs(np.asarray(out.logits), experts, router_logits, scores)
     assert side.recorded is not None
     recorded = side.recorded

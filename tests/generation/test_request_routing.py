@@ -141,6 +141,7 @@ def test_generate() -> None:
     assert nnxmoe.generate(build_tiny("llama"), [[3, 4]], None, 3, return_routing=True)[1] is None
 
 
+@pytest.mark.wrong_types
 def test_routing_is_computed_on_request_only() -> None:
     """The compiled program of a pass without routing has no additional output and no array of narrow ids."""
     model = model_of("mixtral")

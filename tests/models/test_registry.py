@@ -69,6 +69,7 @@ def test_the_family_of_models_and_configs() -> None:
         models.family_of(object.__new__(Unnamed))
 
 
+@pytest.mark.wrong_types
 def test_register_takes_families_only() -> None:
     with pytest.raises(ValueError, match=r"register.*Family"):
         models.register(models.Mixtral)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
+from nnxmoe.model.program import model_program
 from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.train.loop.rollouts import Rollouts
 from nnxmoe.train.loop.sample_rows import ScoredSample, stack_samples
@@ -63,22 +64,28 @@ def mismatch(model: nnxmoe.CausalLM, grpo: train.GRPO, seed: int = 0) -> tuple[f
     """Largest difference of log-probabilities between sampler and trainer, and the share of flipped tokens."""
     batch = next(rollouts(model, grpo, seed=seed))
     answers = batch["loss_mask"] > 0
-    logps = np.asarray(grpo.logps(model, batch))
-    losses = grpo(model, batch)[1]
-    return float(np.abs(logps - batch["sampler_logps"])[answers].max()), float(
-        losses.measured.get("routing/flipped", 0)
-    )
+    logps, metrics = model_program(model, evaluate, static=(0,))(grpo, {n: jnp.asarray(a) for n, a in batch.items()})
+    error = np.abs(np.asarray(logps) - batch["sampler_logps"])[answers].max()
+    return float(error), float(metrics.get("routing/flipped", 0))
+
+
+def evaluate(model: nnxmoe.CausalLM, grpo: train.GRPO, batch: Any) -> Any:
+    return grpo.logps(model, batch), grpo(model, batch)[1].measured
 
 
 @pytest.mark.every_set
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_sampler_equals_trainer_in_float32(kind: str) -> None:
-    """With replay, probability ratios are 1 within 1e-5 after 0, 1 and 5 updates."""
+    """With replay, probability ratios are 1 within 1e-5 after 0, 1 and 5 updates.
+
+    Recurrent layers compute rows in chunks and single tokens step by step. Their rounding errors are larger.
+    """
     model, grpo = tiny(kind), objective()
+    tolerance = 5e-5 if kind == "qwen3_5_moe_text" else 1e-5
     for steps in (0, 1, 5):
         trained = model if steps == 0 else run(model, steps, grpo).model
         error, flipped = mismatch(trained, grpo, seed=steps)
-        assert error < 1e-5, (kind, steps, error)
+        assert error < tolerance, (kind, steps, error)
         assert flipped == 0
 
 
@@ -147,10 +154,13 @@ def interrupted(place: str, folder: Path) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("place", ["rollout", "minibatch"])
 def test_interrupted_runs_use_all_samples(place: str, tmp_path: Path) -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        pytest.skip("SIGINT is ignored here, as in background jobs")
     found, wanted = interrupted(place, tmp_path)
     assert [m["loss"] for m in found] == [m["loss"] for m in wanted]
 
 
+@pytest.mark.wrong_types  # checked functions are different objects, which the cache of programs cannot compare
 def test_second_rollout_compiles_nothing() -> None:
     model, grpo = build_tiny("mixtral"), objective(minibatches=2)
     run(model, 2, grpo)
@@ -203,15 +213,16 @@ def test_packed_samples_equal_separate_rows() -> None:
     packed = batches[1]["segment_ids"].max(axis=1)
     assert sorted(packed) == [0, 1, 1, 2] and batches[1]["routing"].min() == -1
 
-    def loss(params: Any, graph: Any, batch: Any) -> Any:
-        return grpo(nnx.merge(graph, params), {n: jnp.asarray(a) for n, a in batch.items()})
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    graph, params = nnx.split(model)
-    (a, b) = (jax.value_and_grad(loss, has_aux=True, allow_int=True)(params, graph, batch) for batch in batches)
+    def loss(params: Any, batch: Any) -> Any:
+        return grpo(nnx.merge(graph, params, rest), batch)
+
+    (a, b) = (jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch) for batch in batches)
     assert abs(float(a[0][0] - b[0][0])) < 1e-5
     for name, value in a[0][1].measured.items():
         assert abs(float(value - b[0][1].measured[name])) < 1e-5, name
-    jax.tree.map(lambda x, y: x.dtype == jax.dtypes.float0 or np.testing.assert_allclose(x, y, atol=1e-5), a[1], b[1])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a[1], b[1])
 
 
 @pytest.mark.parametrize(
@@ -312,3 +323,18 @@ def test_groups_of_one_and_equal_rewards_do_not_train() -> None:
     for grpo in (objective(group_size=1), equal(group_size=4, max_new_tokens=6, seq_len=12)):
         fitted = run(model, 2, grpo)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(fitted.model, nnx.Param), nnx.state(model, nnx.Param))
+
+
+def test_a_reference_model() -> None:
+    """The KL divergence to the initial model is 0 at first. Its weight changes the loss later."""
+    model = build_tiny("mixtral")
+    histories = [run(model, 3, objective(kl=kl, reference_model=model)).history for kl in (0.5, 0.0)]
+    for history in histories:
+        assert abs(history[0]["kl"]) < 1e-6 < history[2]["kl"]
+    assert abs(histories[0][2]["loss"] - histories[1][2]["loss"]) > 1e-6
+    with pytest.raises(ValueError, match="reference_model"):
+        objective(reference=model)
+    with pytest.raises(ValueError, match="both reference and reference_model"):
+        objective(reference=train.lora.without, reference_model=model)
+    with pytest.raises(ValueError, match="needs a reference"):
+        run(model, 1, objective(kl=0.5))

@@ -88,6 +88,7 @@ class GRPO(RolloutOptions, RouterLosses):
         kl_estimator: Estimator of this divergence per token, `unbiased_kl` or `k3_kl`.
         reference: Function from the trained model to the reference model, such as `lora.without`. If
             None, the batch's ``reference_logps`` are used if present.
+        reference_model: A different model as the reference. Rollouts add its log-probabilities to the batches.
         aggregate: Mean over the tokens' losses: `sequence_mean`, `token_mean` or `FixedLengthMean`.
         importance: Correction for differences in numerics between sampler and policy. Requires ``sampler_logps``.
         temperature: Sampling temperature. The policy is ``softmax(logits / temperature)``.
@@ -106,6 +107,7 @@ class GRPO(RolloutOptions, RouterLosses):
     kl: float = 0.0
     kl_estimator: KLFn = unbiased_kl
     reference: Callable[[CausalLM], CausalLM] | None = None
+    reference_model: CausalLM | None = dataclasses.field(default=None, compare=False)
     aggregate: AggregateFn = sequence_mean
     importance: ImportanceSampling | None = None
     temperature: float = 1.0
@@ -125,10 +127,9 @@ class GRPO(RolloutOptions, RouterLosses):
         set_numbers(self, "kl")
         set_numbers(self, "temperature", positive=True)
         if isinstance(self.reference, CausalLM):
-            raise ValueError(
-                f"{name}(reference=…) is a model: pass a function of the trained model, such as train.lora.without, or "
-                "add reference_logps to the batches"
-            )
+            raise ValueError(f"{name}(reference=…) is a model: pass it as reference_model=…")
+        if self.reference is not None and self.reference_model is not None:
+            raise ValueError(f"{name} has both reference and reference_model: pass only one of them")
 
     def rollouts(self, prompts: Iterable[Any], seed: int, row_multiple: int) -> Rollouts:
         """Return batches of samples from the model that is being trained. `fit` calls this method."""
@@ -152,8 +153,8 @@ class GRPO(RolloutOptions, RouterLosses):
             raise ValueError(f"the batch has {REFERENCE} and {name} has a reference function: remove one of them")
         if self.kl and self.reference is None and REFERENCE not in batch:
             raise ValueError(
-                f"{name}(kl={self.kl}) needs a reference: pass reference=train.lora.without for new adapters, or add "
-                f"{REFERENCE} to the batches"
+                f"{name}(kl={self.kl}) needs a reference: pass reference=train.lora.without for new adapters, or "
+                f"reference_model=… for a different model, or add {REFERENCE} to the batches"
             )
         segments = batch.get("segment_ids")
         if isinstance(segments, np.ndarray) and np.max(segments) > shape[1]:

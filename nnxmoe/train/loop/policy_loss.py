@@ -119,9 +119,10 @@ class Clip(KnownFields):
             gains = jnp.where(advantages < 0, jnp.maximum(gains, self.dual * advantages), gains)
         return -gains
 
-    def clipped(self, ratios: PerToken, advantages: PerToken) -> tuple[Array, Array]:
-        """Return masks of the tokens whose loss is clipped at the lower and at the upper bound."""
-        return (ratios < 1 - self.low) & (advantages < 0), (ratios > 1 + self.high) & (advantages > 0)
+    def clipped(self, ratios: PerToken, advantages: PerToken) -> tuple[PerToken, PerToken]:
+        """Return 1 for tokens whose loss is clipped at the lower and at the upper bound, else 0."""
+        low, high = (ratios < 1 - self.low) & (advantages < 0), (ratios > 1 + self.high) & (advantages > 0)
+        return low.astype(jnp.float32), high.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

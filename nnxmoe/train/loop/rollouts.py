@@ -221,15 +221,25 @@ class Rollouts(Iterator[Batch]):
         return np.asarray(result["rewards"])
 
     def _batch(self, samples: Sequence[ScoredSample | None], model: CausalLM) -> Batch:
-        """Stack samples into a batch, and return this process's rows. With several minibatches, adds ``old_logps``."""
+        """Stack samples into a batch, and return this process's rows.
+
+        Adds ``old_logps`` if the rollout has several minibatches, and ``reference_logps`` of a reference model.
+        """
         objective = self._objective
         batch = stack_samples(samples, objective.seq_len, self._row_multiple, pack=objective.pack)
         rows = len(batch["tokens"]) // jax.process_count()
         batch = {name: array[jax.process_index() * rows :][:rows] for name, array in batch.items()}
-        if objective.minibatches == 1:
-            return batch
-        logps = model_program(model, _old_logps, static=(0,))(objective, put_rows(batch, model.mesh))
-        return batch | {"old_logps": rows_of_process(logps, rows)}
+        logps = dict[str, np.ndarray]()
+        if objective.minibatches > 1:
+            logps["old_logps"] = self._logps(model, batch)
+        if objective.reference_model is not None:
+            unrouted_batch = {name: array for name, array in batch.items() if name != "routing"}
+            logps["reference_logps"] = self._logps(objective.reference_model, unrouted_batch)
+        return batch | logps
+
+    def _logps(self, model: CausalLM, batch: Batch) -> np.ndarray:
+        logps = model_program(model, _token_logps, static=(0,))(self._objective, put_rows(batch, model.mesh))
+        return rows_of_process(logps, len(batch["tokens"]))
 
 
 def _columns_per_sample(records: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, list[Any]]:
@@ -246,5 +256,5 @@ def _scored_sample(request: Request, advantage: float, reward: float) -> ScoredS
     return ScoredSample(*values, advantage, reward)
 
 
-def _old_logps(model: CausalLM, objective: Any, batch: dict[str, Array]) -> Float[Array, "B T"]:
+def _token_logps(model: CausalLM, objective: Any, batch: dict[str, Array]) -> Float[Array, "B T"]:
     return shard_constraint(objective.logps(model, batch), model.mesh, batch_axes(model.mesh))
