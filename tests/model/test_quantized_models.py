@@ -25,7 +25,7 @@ from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, qua
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from tests.support.arrays import identical, max_error
-from tests.support.quantised import FIELDS
+from tests.support.quantised import FIELDS, deepseek, write_quantised
 from tests.support.running import MODEL_TOLERANCE, compiled_in, variables
 from tests.support.tiny import build, random_tokens, tiny_weights, write_checkpoint
 
@@ -153,6 +153,34 @@ def splitting(axis: str) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was refused"
+
+
+@pytest.mark.slow
+def test_mesh_that_splits_tiles_of_experts_is_refused_with_the_expert_axis(
+    eight: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Experts of width 96 with FP8 blocks of 32 do not divide over two devices, but whole experts do."""
+    codes, floats_folder = write_quantised(
+        tmp_path, "mixtral", deepseek((32, 32)), more={"num_key_value_heads": 4, "vocab_size": 64}
+    )
+    refusal, logits = eight(kept_on_meshes, str(codes))
+    assert re.search(
+        r"layer\.moe\.experts\.\w+: 2 devices of the mesh axis 'tensor' .*96 \w+ within a tile of 32 .* \(expert=2\)",
+        refusal,
+    )
+    model = nnxmoe.from_pretrained(floats_folder)
+    assert max_error(logits, model(random_tokens(8, 7, 64)).logits) < MODEL_TOLERANCE
+
+
+def kept_on_meshes(folder: str) -> tuple[str, np.ndarray]:
+    """Return the error for two tensor shards, and the logits of two expert shards."""
+    refusal = "nothing was refused"
+    try:
+        nnxmoe.from_pretrained(folder, keep_quantized=True, mesh=nnxmoe.make_mesh(data=4, tensor=2))
+    except ValueError as error:
+        refusal = str(error)
+    model = nnxmoe.from_pretrained(folder, keep_quantized=True, mesh=nnxmoe.make_mesh(data=4, expert=2))
+    return refusal, np.asarray(model(random_tokens(8, 7, 64)).logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -114,7 +114,8 @@ def replace_with_quantized(
     sizes, kernel_axes = (math.prod(outs), math.prod(ins)), (out_axes[0], in_axes[0])
     try:
         format.check_inputs(sizes[1])
-        _check_sharding(format, sizes, (*lead_axes, *kernel_axes), mesh or strategy.mesh, strategy.rules, order)
+        axes = (*lead_axes, *kernel_axes)
+        _check_sharding(format, (*lead, *sizes), axes, mesh or strategy.mesh, strategy.rules, order)
     except ValueError as error:
         raise ValueError(f"{ref.key}: {error}") from None
     grid = format.scales_shape(*sizes)
@@ -143,18 +144,28 @@ def replace_with_quantized(
 
 
 def _check_sharding(
-    format: CodeFormat, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
+    format: CodeFormat, shape: tuple[int, ...], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
 ) -> None:
-    """Raise ValueError if a mesh splits outputs or inputs within a tile, or splits permuted inputs."""
+    """Raise ValueError if a mesh splits outputs or inputs within a tile, or splits permuted inputs.
+
+    ``shape`` and ``axes`` are the sizes and logical axes of the kernel: leading dimensions, outputs and inputs.
+    """
     if mesh is None:
         return
-    mesh_axes = axes_per_dimension(axes, mesh, rules)[-2:]
-    for dim, (dim_name, dim_axes) in enumerate(zip(("outputs", "inputs"), mesh_axes, strict=True)):
+    mesh_axes = axes_per_dimension(axes, mesh, rules)
+    for dim, dim_name in enumerate(("outputs", "inputs")):
+        size, dim_axes = shape[dim - 2], mesh_axes[dim - 2]
         count, names = shard_count(mesh, dim_axes), ", ".join(map(repr, dim_axes))
-        if count > 1 and not format.can_shard(dim, sizes[dim], count):
+        if count > 1 and not format.can_shard(dim, size, count):
+            remedy = "use a smaller mesh axis"
+            if "expert" in axes:
+                experts = axes.index("expert")
+                expert_shards = count * shard_count(mesh, mesh_axes[experts])
+                if shape[experts] % expert_shards == 0:
+                    remedy += f", or shard whole experts instead (expert={expert_shards})"
             raise ValueError(
-                f"{count} devices of the mesh axis {names} would split its {sizes[dim]} {dim_name} within a tile of "
-                f"{format.tile[dim]} that share a scale: use a smaller mesh axis"
+                f"{count} devices of the mesh axis {names} would split its {size} {dim_name} within a tile of "
+                f"{format.tile[dim]} that share a scale: {remedy}"
             )
         if count > 1 and order and dim == 1:
             raise ValueError(f"its inputs are permuted (act order) and cannot be sharded over {names}")
