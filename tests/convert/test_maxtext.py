@@ -15,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from orbax.checkpoint import v1 as ocp_v1
 from safetensors.numpy import load_file
 
 import nnxmoe
@@ -595,6 +596,47 @@ def test_items_of_any_name_and_trees_without_params(tmp_path: Path) -> None:
     ocp.PyTreeCheckpointer().save(tmp_path / "odd", {"weights": np.ones(3)})
     with pytest.raises(CheckpointError, match="odd has no 'params', only 'weights'"):
         maxtext.load(tmp_path / "odd", config)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_checkpoints_written_by_orbax_v1(chunked: bool, tmp_path: Path) -> None:
+    """MaxText 0.2.5 saves parameters with ``ocp.save``, and the states of a run with a ``Checkpointer``."""
+    wanted, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    params = {"params": jax.tree.map(jnp.asarray, nested(wanted))}
+    rngs = {"model": {"decoder": {"rngs": {"dropout": {"count": jnp.uint32(7), "key": jnp.ones(2, jnp.uint32)}}}}}
+    moments = {"mu": params["params"], "nu": params["params"], "count": jnp.int32(8)}
+    state = {"step": jnp.int32(8), **params, "nnx_aux": rngs, "opt_state": {"0": moments, "1": {}}}
+    context = ocp_v1.Context()
+    context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = not chunked
+    if chunked:
+        context.array.saving.storage_options.chunk_byte_size = 512
+    with context:
+        ocp_v1.save(tmp_path / "parameters", params, checkpointable_name="items")
+        ocp_v1.save(tmp_path / "unnamed", params)
+    with ocp_v1.training.Checkpointer(tmp_path / "run", context=context) as checkpointer:
+        for step in (8, 12):
+            checkpointer.save_checkpointables(step, {"items": state}, custom_metadata={"scan_layers": True})
+    for folder in ("parameters", "parameters/items", "unnamed", "run", "run/8", "run/8/items"):
+        assert detect_format(str(tmp_path / folder)) == "maxtext"
+        identical(flat(maxtext.to_tree(maxtext.load(tmp_path / folder, config))), wanted)
+
+
+def test_orbax_v1_reads_saved_checkpoints(tmp_path: Path) -> None:
+    """As MaxText 0.2.5 reads them: a step by the name of its item, and the parameter-only form as a flat tree."""
+    model = maxtext.from_tree(nested(params_of("mixtral_scanned")), config_of("mixtral_scanned"))
+    maxtext.save(model, tmp_path / "run")
+    maxtext.save(model, tmp_path / "parameters", parameters_only=True)
+    wanted = maxtext.to_tree(model)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {"params": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), wanted)}
+    context = ocp_v1.Context()
+    context.pytree.loading.partial_load = True
+    with context, ocp_v1.training.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.latest is not None and checkpointer.latest.step == 0
+        step = ocp_v1.load(tmp_path / "run" / "0", abstract, checkpointable_name="items")
+        parameters: Any = ocp_v1.load(tmp_path / "parameters", abstract, checkpointable_name=None)
+    for loaded in (step, parameters):
+        identical(flat(loaded["params"]), flat(wanted))
 
 
 def test_urls_are_no_paths_below_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
