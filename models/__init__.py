@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from nnxmoe.models.deepseek_v4 import DeepSeekV4, DeepSeekV4Config
     from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
     from nnxmoe.models.dots1 import Dots1, Dots1Config
-    from nnxmoe.models.ernie4_5_moe import Ernie45Moe, Ernie45MoeConfig
+    from nnxmoe.models.ernie4_5_moe import Ernie45Moe, Ernie45MoeConfig, Ernie45VLMoeTextConfig
     from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
     from nnxmoe.models.gemma4 import Gemma4Text, Gemma4TextConfig
-    from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
+    from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig, Glm4vMoeTextConfig
     from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
     from nnxmoe.models.glm5_next import Glm5NextText, Glm5NextTextConfig
     from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
@@ -61,7 +61,13 @@ if TYPE_CHECKING:
     from nnxmoe.models.qwen3_5 import Qwen3_5MoeText, Qwen3_5MoeTextConfig, Qwen3_5Text, Qwen3_5TextConfig
     from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
     from nnxmoe.models.qwen3_next import Qwen3Next, Qwen3NextConfig
-    from nnxmoe.models.qwen3_vl import Qwen3VLMoeText, Qwen3VLMoeTextConfig, Qwen3VLText, Qwen3VLTextConfig
+    from nnxmoe.models.qwen3_vl import (
+        Qwen3OmniMoeTextConfig,
+        Qwen3VLMoeText,
+        Qwen3VLMoeTextConfig,
+        Qwen3VLText,
+        Qwen3VLTextConfig,
+    )
     from nnxmoe.models.sarvam_mla import SarvamMLA, SarvamMLAConfig
     from nnxmoe.models.sarvam_moe import SarvamMoE, SarvamMoEConfig
     from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
@@ -71,18 +77,18 @@ __all__ = [
     "CHECKPOINT_NOTES", "FAMILIES", "HUB_IDS", "MODELS", "PRESETS", "Afmoe", "AfmoeConfig", "BailingHybrid",
     "BailingHybridConfig", "DeepSeekV2", "DeepSeekV2Config", "DeepSeekV3", "DeepSeekV3Config", "DeepSeekV4",
     "DeepSeekV4Config", "DeepSeekV32", "DeepSeekV32Config", "Dots1", "Dots1Config", "Ernie45Moe", "Ernie45MoeConfig",
-    "ExaoneMoe", "ExaoneMoeConfig", "Family", "Gemma4Text", "Gemma4TextConfig", "Glm4Moe", "Glm4MoeConfig",
-    "Glm4MoeLite", "Glm4MoeLiteConfig", "Glm5NextText", "Glm5NextTextConfig", "GlmMoeDsa", "GlmMoeDsaConfig", "GptOss",
-    "GptOssConfig", "HyV3", "HyV3Config", "KimiK2", "KimiK2Config", "KimiLinear", "KimiLinearConfig", "Laguna",
-    "LagunaConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig", "MiMoV2Flash", "MiMoV2FlashConfig", "MiniMaxM2",
-    "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig", "Ministral3", "Ministral3Config", "Mistral4",
-    "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig", "NemotronH", "NemotronHConfig", "Olmoe",
-    "OlmoeConfig", "Qwen2", "Qwen2Config", "Qwen2Moe", "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe",
-    "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig", "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText",
-    "Qwen3VLTextConfig", "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA",
-    "SarvamMLAConfig", "SarvamMoE", "SarvamMoEConfig", "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config",
-    "config_class", "config_from_hf", "family_of", "is_registered", "model_class", "near_presets", "parse_config",
-    "preset", "refuse_preset", "register",
+    "Ernie45VLMoeTextConfig", "ExaoneMoe", "ExaoneMoeConfig", "Family", "Gemma4Text", "Gemma4TextConfig", "Glm4Moe",
+    "Glm4MoeConfig", "Glm4MoeLite", "Glm4MoeLiteConfig", "Glm4vMoeTextConfig", "Glm5NextText", "Glm5NextTextConfig",
+    "GlmMoeDsa", "GlmMoeDsaConfig", "GptOss", "GptOssConfig", "HyV3", "HyV3Config", "KimiK2", "KimiK2Config",
+    "KimiLinear", "KimiLinearConfig", "Laguna", "LagunaConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig",
+    "MiMoV2Flash", "MiMoV2FlashConfig", "MiniMaxM2", "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig",
+    "Ministral3", "Ministral3Config", "Mistral4", "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig",
+    "NemotronH", "NemotronHConfig", "Olmoe", "OlmoeConfig", "Qwen2", "Qwen2Config", "Qwen2Moe", "Qwen2MoeConfig",
+    "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig", "Qwen3OmniMoeTextConfig",
+    "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig", "Qwen3_5MoeText",
+    "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE",
+    "SarvamMoEConfig", "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf",
+    "family_of", "is_registered", "model_class", "near_presets", "parse_config", "preset", "refuse_preset", "register",
 ]  # fmt: skip
 
 

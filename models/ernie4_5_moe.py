@@ -1,20 +1,26 @@
-"""ERNIE 4.5 (Baidu, 2025).
+"""ERNIE 4.5 and the text model of ERNIE-4.5-VL (Baidu, 2025).
 
 The rotary embedding rotates adjacent pairs. Layers have routed and shared experts. The router selects experts by a
 softmax plus a correction bias.
+
+ERNIE-4.5-VL has separate routers and experts for text and for images. Only the text's are loaded. The rotary embedding
+has three dimensions. Text has equal positions in all three, so the embedding equals ERNIE 4.5's. Saved models have the
+model_type ``ernie4_5_moe``.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import count, number
+from nnxmoe.config.bounds import ConfigError, count, number
+from nnxmoe.config.printable import short
+from nnxmoe.config.rope_parameters import MROPE_FIELDS
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.family import Family
-from nnxmoe.model.weight_names import W
+from nnxmoe.model.weight_names import W, prefix_of
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
 from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.router import Router
@@ -71,10 +77,49 @@ class Ernie45MoeConfig(DecoderConfig):
         return tuple(first <= i <= last and (i + 1) % interval == 0 for i in range(self.num_hidden_layers))
 
 
-class Ernie45Moe(DenseOrMoE):
-    """ERNIE 4.5 language model with experts."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ernie45VLMoeTextConfig(Ernie45MoeConfig):
+    """Text config of ERNIE-4.5-VL.
 
-    configs = (Ernie45MoeConfig,)
+    In config.json, ``moe_intermediate_size`` lists the widths of the experts for text and for images, and
+    ``mlp_layer_types`` determines ``moe_layer_start_index``.
+    """
+
+    model_type = "ernie4_5_vl_moe_text"
+    saved_type = "ernie4_5_moe"
+    ignored = f"mlp_layer_types {MROPE_FIELDS}"
+
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    @classmethod
+    def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        values = super()._standard_fields(fields)
+        widths, layer_types = values.get("moe_intermediate_size"), values.get("mlp_layer_types")
+        if isinstance(widths, list) and len(widths) == 2:
+            values["moe_intermediate_size"] = widths[0]
+        if layer_types is not None:
+            layers = layer_types if isinstance(layer_types, list) else []
+            dense = layers.count("dense")
+            if layer_types != ["dense"] * dense + ["sparse"] * (len(layers) - dense):
+                raise ConfigError(f"mlp_layer_types {short(layer_types)} must list dense layers, then sparse layers")
+            values["moe_layer_start_index"] = dense
+        return values
+
+    @property
+    def unused_tensors(self) -> Collection[str]:
+        """Routers and experts for images. The experts are numbered after the experts for text."""
+        experts = range(self.moe_num_experts, 2 * self.moe_num_experts)
+        names = [f"mlp.experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up", "down")]
+        layers = (i for i, is_sparse in enumerate(self.sparse_layers) if is_sparse)
+        return {prefix_of(layer) + name for layer in layers for name in ("mlp.gate.weight_1", *names)}
+
+
+class Ernie45Moe(DenseOrMoE):
+    """ERNIE 4.5 language model with experts, and the text model of ERNIE-4.5-VL."""
+
+    configs = (Ernie45MoeConfig, Ernie45VLMoeTextConfig)
 
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
         return self.gqa(index, bias=False, rotate=rotate_pairs, **kw)
@@ -87,18 +132,27 @@ class Ernie45Moe(DenseOrMoE):
         return router
 
 
-_HF: Hf = {
+_BIAS = W("mlp.moe_statics.e_score_correction_bias")
+_HF: Hf = {  # files of ERNIE-4.5-VL store the router's inputs before its outputs, and the biases of both routers
     **HF_DECODER, **HF_GROUPED_EXPERTS,
-    "layer.moe.router.bias": (
-        W("mlp.moe_statics.e_score_correction_bias"), W("mlp.gate.moe_statics.e_score_correction_bias")
-    ),
+    "layer.moe.router.kernel": (W("mlp.gate.weight"), W("mlp.gate.weight").T.files_only),
+    "layer.moe.router.bias": (_BIAS, _BIAS.rows(0, 2).files_only, W("mlp.gate.moe_statics.e_score_correction_bias")),
 }  # fmt: skip
-_PRESETS = {"ernie-4.5-21b-a3b": Ernie45MoeConfig(dtype="bfloat16")}
+_PRESETS = {
+    "ernie-4.5-21b-a3b": Ernie45MoeConfig(dtype="bfloat16"),
+    "ernie-4.5-vl-28b-a3b": Ernie45VLMoeTextConfig(dtype="bfloat16"),
+}
 
 FAMILY = Family(
     model=Ernie45Moe,
     hf=_HF,
     presets=_PRESETS,
-    hub_ids={"ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is not loaded"),
+    hub_ids={
+        "ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT",
+        "ernie-4.5-vl-28b-a3b": "baidu/ERNIE-4.5-VL-28B-A3B-PT",
+    },
+    checkpoint_notes={
+        "ernie-4.5-21b-a3b": "the multi-token prediction layer is not loaded",
+        "ernie-4.5-vl-28b-a3b": "the vision tower, and the routers and experts for images, are not loaded",
+    },
 )

@@ -1,16 +1,20 @@
-"""GLM-4.5, 4.6 and 4.7 (GLM-4.5 technical report, 2025).
+"""GLM-4.5, 4.6 and 4.7, and the text model of GLM-4.5V (GLM-4.5 technical report, 2025).
 
 Grouped-query attention rotates half of each head and has biases for queries, keys and values. The large models
 normalize the heads of queries and keys. The first layers are dense. The other layers have DeepSeek-V3's experts with a
 single group. The multi-token prediction layer is loaded only with ``mtp=True``.
+
+GLM-4.5V's rotary embedding has three dimensions. Text has equal positions in all three, so the embedding equals
+GLM-4.5's. Saved models have the model_type ``glm4_moe``.
 """
 
 import dataclasses
 from typing import Unpack
 
 from nnxmoe.axes import ParamOptions
-from nnxmoe.config.bounds import count
+from nnxmoe.config.bounds import count, one_of
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.config.rope_parameters import MROPE_FIELDS
 from nnxmoe.layers.attention.gqa import QKNorm
 from nnxmoe.layers.context import Attention
 from nnxmoe.layers.rope import PartialRotary
@@ -47,10 +51,25 @@ class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
     num_nextn_predict_layers: int = 1
 
 
-class Glm4Moe(DenseOrMoE):
-    """GLM-4.5, 4.6 and 4.7 language models."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm4vMoeTextConfig(Glm4MoeConfig):
+    """Text config of GLM-4.5V."""
 
-    configs = (Glm4MoeConfig,)
+    model_type = "glm4v_moe_text"
+    saved_type = "glm4_moe"
+    ignored = MROPE_FIELDS
+
+    vocab_size: int = 151424
+    max_position_embeddings: int = 65536
+    attention_bias: bool = True
+    use_qk_norm: bool = one_of(False)
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+
+
+class Glm4Moe(DenseOrMoE):
+    """GLM-4.5, 4.6 and 4.7 language models, and the text model of GLM-4.5V."""
+
+    configs = (Glm4MoeConfig, Glm4vMoeTextConfig)
     supports_mtp = True
 
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
@@ -69,17 +88,25 @@ _LARGE = dataclasses.replace(
     moe_intermediate_size=1536, n_routed_experts=160, routed_scaling_factor=2.5,
 )  # fmt: skip
 _LONG = dataclasses.replace(_LARGE, max_position_embeddings=202752)
+_GLM_4_5V = Glm4vMoeTextConfig(
+    vocab_size=151552, head_dim=128, partial_rotary_factor=0.5, rope_scaling={"rope_type": "default"},
+    eos_token_id=(151329, 151336, 151338), pad_token_id=151329, dtype="bfloat16",
+)  # fmt: skip
 _PRESETS = {"glm-4.5-air": _AIR, "glm-4.5": _LARGE, "glm-4.6": _LONG, "glm-4.7": _LONG}
 
 FAMILY = Family(
     model=Glm4Moe,
     hf=HF_DECODER | HF_GROUPED_EXPERTS | HF_MTP,
-    presets=_PRESETS,
+    presets={**_PRESETS, "glm-4.5v": _GLM_4_5V},
     hub_ids={
         "glm-4.5-air": "zai-org/GLM-4.5-Air",
         "glm-4.5": "zai-org/GLM-4.5",
         "glm-4.6": "zai-org/GLM-4.6",
         "glm-4.7": "zai-org/GLM-4.7",
+        "glm-4.5v": "zai-org/GLM-4.5V",
     },
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
+    checkpoint_notes={
+        **dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
+        "glm-4.5v": "the vision tower is not loaded",
+    },
 )

@@ -43,7 +43,10 @@ MODULES: dict[str, ModuleEntry] = {
         "glm4_moe_lite", "Glm4MoeLite Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", "glm-4.7-flash"
     ),
     "glm4_moe": ModuleEntry(
-        "glm4_moe", "Glm4Moe Glm4MoeConfig", "Glm4MoeForCausalLM", "glm-4.5-air glm-4.5 glm-4.6 glm-4.7"
+        "glm4_moe glm4v_moe_text",
+        "Glm4Moe Glm4MoeConfig Glm4vMoeTextConfig",
+        "Glm4MoeForCausalLM",
+        "glm-4.5-air glm-4.5 glm-4.6 glm-4.7 glm-4.5v",
     ),
     "dots1": ModuleEntry("dots1", "Dots1 Dots1Config", "Dots1ForCausalLM", "dots.llm1"),
     "solar_open": ModuleEntry("solar_open", "SolarOpen SolarOpenConfig", "SolarOpenForCausalLM", "solar-open-100b"),
@@ -75,10 +78,10 @@ MODULES: dict[str, ModuleEntry] = {
         "deepseek_v4", "DeepSeekV4 DeepSeekV4Config", "DeepseekV4ForCausalLM", "deepseek-v4-flash"
     ),
     "qwen3_vl": ModuleEntry(
-        "qwen3_vl_text qwen3_vl_moe_text",
-        "Qwen3VLText Qwen3VLTextConfig Qwen3VLMoeText Qwen3VLMoeTextConfig",
+        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text",
+        "Qwen3VLText Qwen3VLTextConfig Qwen3VLMoeText Qwen3VLMoeTextConfig Qwen3OmniMoeTextConfig",
         "Qwen3ForCausalLM Qwen3MoeForCausalLM",
-        "qwen3-vl-2b qwen3-vl-4b qwen3-vl-8b qwen3-vl-30b-a3b",
+        "qwen3-vl-2b qwen3-vl-4b qwen3-vl-8b qwen3-vl-30b-a3b qwen3-omni-30b-a3b",
     ),
     "sarvam_mla": ModuleEntry("sarvam_mla", "SarvamMLA SarvamMLAConfig", "SarvamMLAForCausalLM", "sarvam-105b"),
     "sarvam_moe": ModuleEntry("sarvam_moe", "SarvamMoE SarvamMoEConfig", "SarvamMoEForCausalLM", "sarvam-30b"),
@@ -88,7 +91,10 @@ MODULES: dict[str, ModuleEntry] = {
     "mellum": ModuleEntry("mellum", "Mellum MellumConfig", "MellumForCausalLM", "mellum2-12b-a2.5b"),
     "afmoe": ModuleEntry("afmoe", "Afmoe AfmoeConfig", "AfmoeForCausalLM", "trinity-nano trinity-mini"),
     "ernie4_5_moe": ModuleEntry(
-        "ernie4_5_moe", "Ernie45Moe Ernie45MoeConfig", "Ernie4_5_MoeForCausalLM", "ernie-4.5-21b-a3b"
+        "ernie4_5_moe ernie4_5_vl_moe_text",
+        "Ernie45Moe Ernie45MoeConfig Ernie45VLMoeTextConfig",
+        "Ernie4_5_MoeForCausalLM",
+        "ernie-4.5-21b-a3b ernie-4.5-vl-28b-a3b",
     ),
     "gemma4": ModuleEntry(
         "gemma4_text", "Gemma4Text Gemma4TextConfig", "Gemma4ForCausalLM", "gemma-4-26b-a4b gemma-4-31b"

@@ -14,10 +14,10 @@ import numpy as np
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, one_of
+from nnxmoe.config.rope_parameters import MROPE_FIELDS
 from nnxmoe.layers.recurrent.delta import DeltaDims, SeparateProjection
 from nnxmoe.model.family import Family, LayerBlocks
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.qwen3_vl import MROPE
 from nnxmoe.models.shared.qwen_hybrid import (
     HF_HYBRID,
     MAXTEXT_HYBRID,
@@ -36,7 +36,7 @@ class Qwen3_5Config(QwenHybridConfig):
     ``mtp_num_hidden_layers`` is the number of multi-token prediction layers. It is 1 in all published files.
     """
 
-    ignored = f"{MROPE} mtp_use_dedicated_embeddings mamba_ssm_dtype"
+    ignored = f"{MROPE_FIELDS} mtp_use_dedicated_embeddings mamba_ssm_dtype"
     fixed = {"attn_output_gate": (True,)}
 
     vocab_size: int = 248320

@@ -1,22 +1,21 @@
-"""Dense and mixture-of-experts text models of Qwen3-VL (Bai et al. 2025): Qwen3 with a longer context.
+"""Text models of Qwen3-VL (Bai et al. 2025) and Qwen3-Omni (Xu et al. 2025): Qwen3 with a longer context.
 
 The rotary embedding has three dimensions. Text has equal positions in all three, so the embedding equals Qwen3's. Saved
-models have the model_type ``qwen3`` or ``qwen3_moe``.
+models have the model_type ``qwen3`` or ``qwen3_moe``. Qwen3-Omni's text model belongs to its thinker. The talker, which
+generates speech, is not loaded.
 """
 
 import dataclasses
 from typing import Any
 
 from nnxmoe.config.bounds import count, one_of
+from nnxmoe.config.rope_parameters import MROPE_FIELDS
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen import QWEN3, Qwen3, Qwen3Config
 from nnxmoe.models.qwen3_moe import FAMILY as QWEN3_MOE
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from nnxmoe.models.shared.tables import Hf
-
-# Fields that describe how the three dimensions of image and video positions are interleaved.
-MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") for x in ("section", "interleaved"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Qwen3VLTextConfig(Qwen3Config):
 
     model_type = "qwen3_vl_text"
     saved_type = "qwen3"
-    ignored = MROPE
+    ignored = MROPE_FIELDS
 
     hidden_size: int = 4096
     max_position_embeddings: int = 128000
@@ -47,7 +46,7 @@ class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
 
     model_type = "qwen3_vl_moe_text"
     saved_type = "qwen3_moe"
-    ignored = MROPE
+    ignored = MROPE_FIELDS
 
     intermediate_size: int = 5632
     num_attention_heads: int = 16
@@ -62,6 +61,28 @@ class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
     norm_topk_prob: bool = one_of(True)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3OmniMoeTextConfig(Qwen3MoeConfig):
+    """Text config of Qwen3-Omni's thinker.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+    """
+
+    model_type = "qwen3_omni_moe_text"
+    saved_type = "qwen3_moe"
+    ignored = f"{MROPE_FIELDS} rope_scaling.interleaved rope_parameters.interleaved"
+
+    vocab_size: int = 3584
+    intermediate_size: int = 18944
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 28
+    rope_theta: float = 1e6
+    use_sliding_window: bool = one_of(False)
+    sliding_window: int | None = one_of(None)
+    norm_topk_prob: bool = True
+
+
 class Qwen3VLText(Qwen3):
     """Text model of dense Qwen3-VL."""
 
@@ -69,9 +90,9 @@ class Qwen3VLText(Qwen3):
 
 
 class Qwen3VLMoeText(Qwen3Moe):
-    """Text model of Qwen3-VL-MoE."""
+    """Text model of Qwen3-VL-MoE and Qwen3-Omni."""
 
-    configs = (Qwen3VLMoeTextConfig,)
+    configs = (Qwen3VLMoeTextConfig, Qwen3OmniMoeTextConfig)
 
 
 _EXPERTS, _GATE_UP, _DOWN = (W(f"mlp.experts{end}") for end in ("", ".gate_up_proj", ".down_proj"))
@@ -117,7 +138,12 @@ _QWEN3_VL_MOE_TEXT_PRESETS = {
     "qwen3-vl-30b-a3b": Qwen3VLMoeTextConfig(
         intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
         moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, mlp_only_layers=(), **_PUBLISHED,
-    )
+    ),
+    "qwen3-omni-30b-a3b": Qwen3OmniMoeTextConfig(
+        vocab_size=152064, intermediate_size=768, num_hidden_layers=48, num_attention_heads=32, head_dim=128,
+        mlp_only_layers=(), max_position_embeddings=65536, rope_scaling={"rope_type": "default", "type": "default"},
+        dtype="bfloat16",
+    ),
 }  # fmt: skip
 
 QWEN3_VL_MOE_TEXT = Family(
@@ -125,7 +151,13 @@ QWEN3_VL_MOE_TEXT = Family(
     hf=_QWEN3_VL_MOE_TEXT_HF,
     maxtext=QWEN3_MOE.maxtext,
     presets=_QWEN3_VL_MOE_TEXT_PRESETS,
-    hub_ids={"qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct"},
-    checkpoint_notes=dict.fromkeys(_QWEN3_VL_MOE_TEXT_PRESETS, "the vision tower is not loaded"),
+    hub_ids={
+        "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        "qwen3-omni-30b-a3b": "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+    },
+    checkpoint_notes={
+        "qwen3-vl-30b-a3b": "the vision tower is not loaded",
+        "qwen3-omni-30b-a3b": "only the thinker's text model is loaded, without the towers, the talker and code2wav",
+    },
 )
 FAMILIES = (QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT)

@@ -22,7 +22,6 @@ TEXT_OF = {"step3p7": "step3p5"}  # Multimodal model_type -> model_type of its t
 # Supported model_type -> the most similar unsupported families.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
-    "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
     "qwen3_moe": "hunyuan_v1_moe",
     "olmoe": "flex_olmo",

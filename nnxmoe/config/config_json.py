@@ -60,6 +60,7 @@ IGNORED = frozenset(
 )
 _DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
 _DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
+_NESTED = "text_config", "thinker_config"  # names of the object that contains the text model
 # Top-level fields of a multimodal config that apply to the text model if ``text_config`` does not set them.
 _TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_token_id eos_token_id pad_token_id".split()
 
@@ -67,12 +68,14 @@ _TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_tok
 def text_fields(fields: Any) -> Any:
     """Return the fields of the text model that a multimodal config.json nests in ``text_config``.
 
-    Returns the fields unchanged if there is no nested text model. ``tie_word_embeddings`` is true if it is true in
-    either config, as in transformers.
+    Qwen3-Omni nests the text model twice: in ``text_config`` of ``thinker_config``. Returns the fields unchanged if
+    there is no nested text model. ``tie_word_embeddings`` is true if it is true in either config, as in transformers.
     """
-    nested = fields.get("text_config") if isinstance(fields, Mapping) else None
-    if not isinstance(nested, Mapping) or "num_hidden_layers" in fields:
+    configs = (fields.get(name) for name in _NESTED) if isinstance(fields, Mapping) else ()
+    nested = next((config for config in configs if isinstance(config, Mapping)), None)
+    if nested is None or "num_hidden_layers" in fields:
         return fields
+    nested = text_fields(nested)
     text = {name: fields[name] for name in _TEXT_MODEL_FIELDS if fields.get(name) is not None}
     text |= {name: value for name, value in nested.items() if value is not None or name not in text}
     text.setdefault("model_type", fields.get("model_type"))

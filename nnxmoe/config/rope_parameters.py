@@ -140,6 +140,8 @@ def yarn_mscale(scale: float, mscale: float) -> float:
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
            "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip
 _RANGES = {"rope_theta": Number(1.0, 1e15), "factor": Number(1e-3, 1e6)}
+# Fields of a rope object that describe the three dimensions of image and video positions.
+MROPE_FIELDS = " ".join(f"rope_{x}.mrope_{y}" for x in ("scaling", "parameters") for y in ("section", "interleaved"))
 FIELDS = frozenset(
     {*NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings", "partial_rotary_factor"}
 )

@@ -26,7 +26,7 @@ from tests.support.families import FAMILIES, fused, load, tokens_of, weights_of
 from tests.support.published import PUBLISHED_TEXTS
 from tests.support.quantised import FORMATS
 from tests.support.running import MODEL_TOLERANCE
-from tests.support.tiny import TINY, Weights, random_tokens, tiny_weights, write_checkpoint
+from tests.support.tiny import TINY, Fields, Weights, random_tokens, tiny_weights, write_checkpoint
 
 TEXT = TINY["mixtral"] | {"architectures": ["MixtralForCausalLM"]}
 OTHERS = {
@@ -218,6 +218,78 @@ def test_the_text_of_qwen3_vl_is_qwen3(tmp_path: Path, kind: str, turned: bool) 
         config_from_hf(around | {"text_config": text | {"use_sliding_window": True}})
 
 
+def _as_published(kind: str, weights: Weights, experts: int) -> Weights:
+    """The tensors of a multimodal file with this text model: its prefixes and towers, and ERNIE's image experts."""
+    ones = np.ones((2, 2), np.float32)
+    if kind == "qwen3_omni_moe":
+        others = "thinker.audio_tower.proj1", "thinker.visual.blocks.0", "talker.model.layers.0", "code2wav.decoder.0"
+        return {f"thinker.{n}": a for n, a in weights.items()} | {f"{name}.weight": ones for name in others}
+    if kind == "glm4v_moe":
+        stored = {n.replace("model.", "model.language_model."): a for n, a in weights.items()}
+        return stored | {"model.visual.merger.proj.weight": ones}
+    stored = dict(weights) | {"model.vision_model.ln.weight": ones, "model.resampler_model.mlp.weight": ones}
+    for name, array in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            stored |= {name: array.T.copy(), f"{name}_1": array.T.copy()}
+        elif name.endswith("e_score_correction_bias"):
+            stored[name] = np.concatenate([array, array + 1])
+        elif ".experts." in name:
+            head, number = name.split(".experts.")[0], int(name.split(".")[-3])
+            stored[f"{head}.experts.{number + experts}.{name.split('.', 6)[-1]}"] = ones
+    return stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "inner", "towers"),
+    [
+        ("qwen3_omni_moe", "qwen3_moe", ("audio_tower", "code2wav", "talker", "visual")),
+        ("glm4v_moe", "glm4_moe", ("visual",)),
+        ("ernie4_5_vl_moe", "ernie4_5_moe", ("resampler_model", "vision_model")),
+    ],
+)
+def test_text_models_in_published_files(tmp_path: Path, kind: str, inner: str, towers: tuple[str, ...]) -> None:
+    """The text model equals the family of which it is a variant, and is saved as that family."""
+    fields = {k: v for k, v in FAMILIES[inner].frozen.items() if k not in ("use_qk_norm", "max_window_layers")}
+    weights = {n: a for n, a in load(inner).weights.items() if inner == "qwen3_moe" or "_norm." not in n}
+    flat = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "flat", fields, weights))
+    text = fields | {"model_type": f"{kind}_text", "rope_scaling": MROPE}
+    if inner == "ernie4_5_moe":
+        text = {name: value for name, value in text.items() if not name.startswith("moe_layer")}
+        text |= {"moe_intermediate_size": [16, 6], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    around = {"model_type": kind, "architectures": ["AForConditionalGeneration"], "text_config": text}
+    if kind == "qwen3_omni_moe":
+        around = around | {"text_config": None, "thinker_config": {"dtype": "float32", "text_config": text}}
+    stored = _as_published(kind, dict(weights), flat.config.experts)
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "nested", around, stored))
+    report = model.load_report
+    assert (report.towers, report.unexpected, report.notes) == (towers, (), ())
+    unused = report.skipped.get("tensors that the family does not use", ())
+    assert len(unused) == (2 * (1 + 3 * 6) if inner == "ernie4_5_moe" else 0)
+    tokens = random_tokens(2, 7)
+    np.testing.assert_array_equal(model(tokens).logits, flat(tokens).logits)
+    nnxmoe.save_pretrained(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == weights.keys() and all(np.array_equal(saved[name], weights[name]) for name in saved)
+    assert nnxmoe.from_pretrained(tmp_path / "saved").config.model_type == inner
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("qwen3_omni_moe", "use_sliding_window", True),
+        ("qwen3_omni_moe", "sliding_window", 4),
+        ("glm4v_moe", "use_qk_norm", True),
+        ("ernie4_5_vl_moe", "mlp_layer_types", ["sparse", "dense"]),
+        ("ernie4_5_vl_moe", "mlp_layer_types", "dense"),
+        pytest.param("ernie4_5_vl_moe", "moe_intermediate_size", [1, 2, 3], marks=pytest.mark.wrong_types),
+    ],
+)
+def test_refused_fields_of_text_models(kind: str, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        config_from_hf({"model_type": kind, "text_config": {"model_type": f"{kind}_text", "head_dim": 8, name: value}})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> None:
@@ -253,24 +325,60 @@ def test_published_text_models() -> None:
         assert config_from_hf(fields) == PRESETS[name], name
 
 
+# Multimodal model_type -> the family of its text model, the towers, and the number of random configurations.
+TEXTS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "qwen3_vl": ("qwen3", ("visual",), 5),
+    "qwen3_vl_moe": ("qwen3_moe", ("visual",), 5),
+    "qwen3_omni_moe_thinker": ("qwen3_moe", ("audio_tower", "visual"), 12),
+    "glm4v_moe": ("glm4_moe", ("visual",), 12),
+    "ernie4_5_vl_moe": ("ernie4_5_moe", ("resampler_model", "vision_model"), 12),
+}
+AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 16, "num_mel_bins": 16}
+
+
+def draw_text(kind: str, rng: random.Random) -> Fields:
+    """Random fields of a text_config, from those of the text model's family."""
+    text = FAMILIES[TEXTS[kind][0]].draw(rng)
+    for name in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "use_qk_norm"):
+        text.pop(name, None)
+    width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
+    if kind.startswith("qwen3_vl"):
+        text.pop("norm_topk_prob", None)
+    if kind == "glm4v_moe":
+        width = int(width * text["partial_rotary_factor"])
+        text["rope_parameters"] |= {"mrope_section": [width // 2, 0, 0]}
+    elif kind == "ernie4_5_vl_moe":
+        layers, dense = text["num_hidden_layers"], rng.choice([0, 1, 2])
+        text = {name: value for name, value in text.items() if not name.startswith("moe_layer")}
+        text |= {"moe_intermediate_size": [text["moe_intermediate_size"], 7]}
+        text |= rng.choice([{}, {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}])
+        sections = [width // 6, width // 6, width // 2 - width // 6 * 2]  # two equal sections, or transformers fails
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": sections}
+    else:
+        text["rope_parameters"] |= {"mrope_section": [width // 2 - 2, 1, 1], "mrope_interleaved": True}
+    return text
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(5))
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize(("kind", "number"), [(kind, number) for kind in TEXTS for number in range(TEXTS[kind][2])])
 def test_random_text_models_equal_those_of_transformers(
     tmp_path: Path, record_property: Callable[[str, object], None], kind: str, number: int
 ) -> None:
     """Logits, padded or not, and those of the saved text model in transformers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    text = FAMILIES[kind.replace("_vl", "")].draw(random.Random(f"{kind} {number}"))
-    for name in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "norm_topk_prob"):
-        text.pop(name, None)
-    tied, width = text["tie_word_embeddings"], text["head_dim"] // 2
-    text["rope_parameters"] |= {"mrope_section": [width - 2, 1, 1], "mrope_interleaved": True}
+    text = draw_text(kind, random.Random(f"{kind} {number}"))
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
     vision |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    vision |= {"image_size": 8, "spatial_merge_size": 2}
+    audio = {"audio_config": AUDIO | {"output_dim": text["hidden_size"], "downsample_hidden_size": 8}}
     config = transformers.AutoConfig.for_model(
-        kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, eos_token_id=2
+        kind,
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=text["tie_word_embeddings"],
+        eos_token_id=2,
+        **(audio if "omni" in kind else {}),
     )
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     shapes = {name: value.shape for name, value in load_file(tmp_path / "model.safetensors").items()}
@@ -278,7 +386,9 @@ def test_random_text_models_equal_those_of_transformers(
     load_theirs = transformers.AutoModelForImageTextToText.from_pretrained
     theirs = load_theirs(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     ours = nnxmoe.from_pretrained(tmp_path)
-    assert ours.load_report.towers == ("visual",) and not ours.load_report.unexpected and not ours.load_report.notes
+    report = ours.load_report
+    assert (report.towers, report.unexpected, report.notes) == (TEXTS[kind][1], (), ())
+    assert ours.config.model_type == f"{kind.removesuffix('_thinker')}_text"
     nnxmoe.save_pretrained(ours, tmp_path / "saved")
     load_text = transformers.AutoModelForCausalLM.from_pretrained
     again = load_text(tmp_path / "saved", dtype=torch.float32, attn_implementation="eager").eval()

@@ -42,13 +42,17 @@ _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.": "model.",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
 }
 # Prefixes of the text model in checkpoints that also contain other models, mostly multimodal checkpoints.
 WRAPPERS = [old for old, new in _PREFIXES.items() if new == "model." and old != "model.model."]
 _TOWER = re.compile(
-    r"(?:model\.)?((?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
+    r"(?:thinker\.)?(?:model\.)?("
+    r"(?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
     r"|(?:multi_modal|multimodal|mm|vision|audio|patch_merger)_?(?:projector|projection|adapter|connector)|connector"
-    r"|embed_(?:vision|audio)|patch_merge(?:r|_mlp)|vit_large_projector|aligner)(?=\.|$)"
+    r"|embed_(?:vision|audio)|patch_merge(?:r|_mlp)|vit_large_projector|aligner"
+    r"|resampler_model|talker|code2wav)(?=\.|$)"
 )
 _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or pass it to a command as --adapter"
