@@ -95,7 +95,6 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
     """The text model of GLM-5.3 Flash."""
 
     configs = (Glm5NextTextConfig,)
-    supports_mtp = True
 
     def final_norm(self, **kw: Unpack[ParamOptions]) -> MeanNorm:
         return MeanNorm(self.config.hidden_size, self.config.hc_mult, self.config.rms_norm_eps, **kw)
@@ -119,7 +118,7 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
 _STREAMS = {"fn.kernel": "fn", "base": "base", "scale": "scale"}
 _HALVES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
 _HF: Hf = {
-    **GLM_MOE_DSA.hf,
+    **{key: row for key, row in GLM_MOE_DSA.hf.items() if not key.startswith("layer.mtp.")},
     **HF_KIMI_DELTA,
     "layer.attention.indexer.gate.kernel": W("self_attn.indexer.index_kpool_compress_gate"),
     "layer.attention.indexer.place": W("self_attn.indexer.index_kpool_compress_ape"),

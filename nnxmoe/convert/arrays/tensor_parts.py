@@ -17,6 +17,7 @@ from nnxmoe.convert.files.host_memory import transpose_matrices
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 
 _OF_EXPERT = re.compile(r"(.+?)\.[0-9]{1,9}\.(.+)")
+_IN_MTP = re.compile(r"mtp\.(?:layers\.)?[0-9]{1,9}\.(.+)")  # see `Family.mtp_prefixes`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,8 @@ def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
             parts_of.setdefault((w.name, w.per_expert), []).append((w, dim))
     result: dict[str, LazyArray] = {}
     for name, array in arrays.items():
-        name_in_layer = layer_of(name)[1]
+        in_mtp = _IN_MTP.fullmatch(name)
+        name_in_layer = in_mtp[1] if in_mtp else layer_of(name)[1]
         match = _OF_EXPERT.fullmatch(name_in_layer)
         keys = (name_in_layer, ""), match.groups() if match else ()
         parts = [TensorPart(name, w, dim) for key in keys for w, dim in parts_of.get(key, ())]
