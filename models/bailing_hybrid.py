@@ -1,7 +1,8 @@
-"""Ling 3 (Ant Group, 2026), based on the implementation in transformers.
+"""Ling 3.0 (Ant Group, 2026), based on the implementation in transformers.
 
 Unlike Kimi Linear, Ling 3 has bounded decays, experts in groups, and attention with a rotary embedding and an output
-gate per head. The multi-token prediction layer is not loaded.
+gate per head. Published files have the class name ``BailingMoeV3ForCausalLM``. The multi-token prediction layer is not
+loaded.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from typing import Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, number
+from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
 from nnxmoe.layers.attention.gqa import OutputGate
 from nnxmoe.layers.context import Attention
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
@@ -36,9 +38,22 @@ class BailingHybridConfig(KimiMoEConfig):
 
     model_type = "bailing_hybrid"
     architecture = "BailingHybridForCausalLM"
+    published_architectures = "BailingMoeV3ForCausalLM"
     aliases = {"short_conv_kernel_size": "linear_conv_kernel_dim"}
-    fixed = {"no_kda_lora": (None, True)}
-    ignored = "mtp_loss_scaling_factor"
+    # Fields of the published code. ``partial_rotary_factor`` is qk_rope_head_dim / head_dim, so it has no effect.
+    fixed = {
+        **dict.fromkeys(("no_kda_lora", "use_qk_norm", "moe_router_enable_expert_bias"), (None, True)),
+        **dict.fromkeys(("use_kda_lora", "use_mla_nope", "use_bias", "use_qkv_bias", "use_nGPT"), (None, False)),
+        **dict.fromkeys(("scale_router_input", "up_proj_norm", "value_norm"), (None, False)),
+        **dict.fromkeys(("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"), (None,)),
+        "gated_attention_proj_granularity_type": (None, "head_wise"),
+        "score_function": (None, "sigmoid"),
+        "partial_rotary_factor": (None, 0.5, 1),
+    }
+    rope_keys = ROPE_FIELDS - {"partial_rotary_factor"}
+    ignored = """mtp_loss_scaling_factor mtp_use_kda embedding_dropout output_dropout group_norm_size linear_silu
+        max_window_layers moe_shared_expert_intermediate_size num_kv_heads_for_linear_attn qk_head_dim rotary_dim
+        router_dtype rope_parameters.partial_rotary_factor rope_scaling.partial_rotary_factor"""
 
     vocab_size: int = 157184
     hidden_size: int = 2560
@@ -101,12 +116,19 @@ def _published(row: W) -> W:
     return dataclasses.replace(row, name=name)
 
 
-_PRESETS = {"ling-3.0-flash": BailingHybridConfig(dtype="bfloat16")}
+_PRESETS = {
+    "ling-3.0-flash": BailingHybridConfig(dtype="bfloat16"),
+    "ling-3.0-tiny": BailingHybridConfig(
+        hidden_size=1536, intermediate_size=4608, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
+        max_position_embeddings=131072, q_lora_rank=256, moe_intermediate_size=512, n_routed_experts=128,
+        first_k_dense_replace=1, layer_group_size=4, num_nextn_predict_layers=0, dtype="bfloat16",
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model=BailingHybrid,
     hf={key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE},
     presets=_PRESETS,
-    hub_ids={"ling-3.0-flash": "inclusionAI/Ling-3.0-Flash"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is not loaded"),
+    hub_ids={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash", "ling-3.0-tiny": "inclusionAI/Ling-3.0-tiny"},
+    checkpoint_notes={"ling-3.0-flash": "the multi-token prediction layer is not loaded"},
 )

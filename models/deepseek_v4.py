@@ -49,6 +49,8 @@ class DeepSeekV4Config(DecoderConfig):
         compress_rates: Tokens per compressed entry, by attention type.
         mlp_layer_types: Router type of each layer. If null, the first ``num_hash_layers`` route by token id.
         hc_mult: Number of residual streams.
+        dspark_block_size: Tokens per block of the draft model DSpark, if the files have DSpark's layers instead of a
+            prediction layer.
     """
 
     model_type = "deepseek_v4"
@@ -59,7 +61,8 @@ class DeepSeekV4Config(DecoderConfig):
     aliases = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
     fixed = {"scoring_func": ("sqrtsoftplus",), "attention_bias": (False,), "mlp_bias": (False,),
              "norm_topk_prob": (True,), "topk_method": ("noaux_tc",), "n_shared_experts": (1,)}  # fmt: skip
-    ignored = "output_router_logits router_aux_loss_coef router_jitter_noise expert_dtype"
+    ignored = """output_router_logits router_aux_loss_coef router_jitter_noise expert_dtype
+        dspark_noise_token_id dspark_target_layer_ids dspark_markov_rank"""
 
     vocab_size: int = 129280
     hidden_size: int = 4096
@@ -95,6 +98,7 @@ class DeepSeekV4Config(DecoderConfig):
     routed_scaling_factor: float = 1.5
     swiglu_limit: float = number(10.0, above=0.0, most=1e6)
     num_nextn_predict_layers: int = count(1, least=0, most=1024)
+    dspark_block_size: int | None = count(None)
     bos_token_id: int | None = 0
     eos_token_id: int | Sequence[int] | None = 1
 
@@ -207,6 +211,11 @@ class DeepSeekV4(StreamedLM):
     def mtp_layer_index(self) -> int:
         """Index after the last layer, for which `attention` builds the attention type of prediction layers."""
         c = self.config
+        if c.dspark_block_size is not None:
+            raise ConfigError(
+                f"dspark_block_size {c.dspark_block_size}: the layers of the draft model DSpark are not supported. "
+                "Load without prediction layers"
+            )
         mtp_ratios = (c.compress_ratios or ())[c.num_hidden_layers :]
         if len(mtp_ratios) == c.num_nextn_predict_layers and any(mtp_ratios):
             raise ConfigError(
@@ -258,14 +267,28 @@ class DeepSeekV4(StreamedLM):
         return self.moe(router, c.moe_intermediate_size, shared, activation=activation, **kw)
 
 
+_ALTERNATING = (4, 128) * 29 + (4,)
 _FLASH = DeepSeekV4Config(
-    compress_ratios=(0, 0, *(4 if i % 2 == 0 else 128 for i in range(41)), 0),
+    compress_ratios=(0, 0, *_ALTERNATING[-41:], 0),
     rope_scaling={
         "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 32.0, "beta_slow": 1.0
     },
     qk_rope_head_dim=64,
     dtype="bfloat16",
 )  # fmt: skip
+
+
+_PRO = dataclasses.replace(
+    _FLASH, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536,
+    compress_ratios=(128, 128, *_ALTERNATING, 0), o_groups=16, index_topk=1024, moe_intermediate_size=3072,
+    n_routed_experts=384, routed_scaling_factor=2.5,
+)  # fmt: skip
+
+
+def _with_dspark(config: DeepSeekV4Config) -> DeepSeekV4Config:
+    """Return the config of the release whose files have the three layers of DSpark instead of a prediction layer."""
+    ratios = (*(config.compress_ratios or ()), 0, 0)
+    return dataclasses.replace(config, compress_ratios=ratios, dspark_block_size=5)
 
 
 class DeepSeekV4MaxText(MaxTextNames):
@@ -289,7 +312,24 @@ FAMILY = Family(
     mtp_prefixes=("mtp.{}.", "mtp.{}."),
     # PEFT does not support adapters on a grouped projection (one matrix per group of heads).
     peft_excluded=("attention.o_a",),
-    presets={"deepseek-v4-flash": _FLASH},
-    hub_ids={"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"},
-    checkpoint_notes={"deepseek-v4-flash": "the multi-token prediction layer is loaded only with mtp=True"},
+    presets={
+        "deepseek-v4-flash": _FLASH,
+        "deepseek-v4-flash-0731": _with_dspark(_FLASH),
+        "deepseek-v4-pro": _PRO,
+        "deepseek-v4-pro-0813": _with_dspark(_PRO),
+    },
+    hub_ids={
+        "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash",
+        "deepseek-v4-flash-0731": "deepseek-ai/DeepSeek-V4-Flash-0731",
+        "deepseek-v4-pro": "deepseek-ai/DeepSeek-V4-Pro",
+        "deepseek-v4-pro-0813": "deepseek-ai/DeepSeek-V4-Pro-0813",
+    },
+    checkpoint_notes={
+        **dict.fromkeys(
+            ("deepseek-v4-flash", "deepseek-v4-pro"), "the multi-token prediction layer is loaded only with mtp=True"
+        ),
+        **dict.fromkeys(
+            ("deepseek-v4-flash-0731", "deepseek-v4-pro-0813"), "the layers of the draft model DSpark are not loaded"
+        ),
+    },
 )

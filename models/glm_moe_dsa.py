@@ -1,7 +1,7 @@
-"""GLM-5, 5.1 and 5.2 (Zhipu AI, 2026): DeepSeek-V3.2's layers with indexers that rotate adjacent pairs.
+"""GLM-5, 5.1, 5.2 and 5.3 (Zhipu AI, 2026): DeepSeek-V3.2's layers with indexers that rotate adjacent pairs.
 
-In GLM-5.2, most layers have no indexer. They attend to the keys selected by the last indexer before them. Layers pass
-the selected keys to the next layer together with the hidden states. Prediction layers have indexers.
+In GLM-5.2 and 5.3, most layers have no indexer. They attend to the keys selected by the last indexer before them.
+Layers pass the selected keys to the next layer together with the hidden states. Prediction layers have indexers.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepSeekV32Config):
-    """Config of GLM-5, 5.1 and 5.2.
+    """Config of GLM-5, 5.1, 5.2 and 5.3.
 
     Attributes:
         indexer_types: ``full`` (with an indexer) or ``shared`` (with the keys of the last full layer) per layer.
@@ -39,7 +39,7 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
 
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"
-    fixed = {"indexer_rope_interleave": (True,)}
+    fixed = {"indexer_rope_interleave": (True,), "moe_router_dtype": (None, "float32")}
     ignored = "index_share_for_mtp_iteration"
 
     vocab_size: int = 154880
@@ -100,7 +100,7 @@ class IndexedLayer(Layer):
 
 
 class GlmMoeDsa(DeepSeekV32):
-    """GLM-5, 5.1 and 5.2 language models."""
+    """GLM-5, 5.1, 5.2 and 5.3 language models."""
 
     configs = (GlmMoeDsaConfig,)
     rotate_index = staticmethod(rotate_pairs)
@@ -134,17 +134,15 @@ class GlmMoeDsa(DeepSeekV32):
 
 
 _GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
-_PRESETS = {
-    "glm-5": _GLM_5,
-    "glm-5.2": dataclasses.replace(
-        _GLM_5, max_position_embeddings=2**20, rope_theta=8e6, index_topk_freq=4, index_skip_topk_offset=3,
-    ),
-}  # fmt: skip
+_GLM_5_2 = dataclasses.replace(
+    _GLM_5, head_dim=192, max_position_embeddings=2**20, rope_theta=8e6, index_topk_freq=4, index_skip_topk_offset=3
+)
+_PRESETS = {"glm-5": _GLM_5, "glm-5.2": _GLM_5_2, "glm-5.3": _GLM_5_2}
 
 FAMILY = Family(
     model=GlmMoeDsa,
     hf=DEEPSEEK_V32.hf,
     presets=_PRESETS,
-    hub_ids={"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"},
+    hub_ids={"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2", "glm-5.3": "zai-org/GLM-5.3"},
     checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
 )

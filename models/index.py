@@ -37,7 +37,7 @@ MODULES: dict[str, ModuleEntry] = {
         "deepseek_v2", "DeepSeekV2 DeepSeekV2Config", "DeepseekV2ForCausalLM", "deepseek-v2 deepseek-v2-lite"
     ),
     "kimi_k2": ModuleEntry(
-        "kimi_k2", "KimiK2 KimiK2Config", "DeepseekV3ForCausalLM", "kimi-k2 kimi-k2.5 moonlight-16b-a3b"
+        "kimi_k2", "KimiK2 KimiK2Config", "DeepseekV3ForCausalLM", "kimi-k2 kimi-k2.5 kimi-k2.7-code moonlight-16b-a3b"
     ),
     "glm4_moe_lite": ModuleEntry(
         "glm4_moe_lite", "Glm4MoeLite Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", "glm-4.7-flash"
@@ -73,9 +73,14 @@ MODULES: dict[str, ModuleEntry] = {
     "deepseek_v32": ModuleEntry(
         "deepseek_v32", "DeepSeekV32 DeepSeekV32Config", "DeepseekV32ForCausalLM", "deepseek-v3.2-exp deepseek-v3.2"
     ),
-    "glm_moe_dsa": ModuleEntry("glm_moe_dsa", "GlmMoeDsa GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", "glm-5 glm-5.2"),
+    "glm_moe_dsa": ModuleEntry(
+        "glm_moe_dsa", "GlmMoeDsa GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", "glm-5 glm-5.2 glm-5.3"
+    ),
     "deepseek_v4": ModuleEntry(
-        "deepseek_v4", "DeepSeekV4 DeepSeekV4Config", "DeepseekV4ForCausalLM", "deepseek-v4-flash"
+        "deepseek_v4",
+        "DeepSeekV4 DeepSeekV4Config",
+        "DeepseekV4ForCausalLM",
+        "deepseek-v4-flash deepseek-v4-flash-0731 deepseek-v4-pro deepseek-v4-pro-0813",
     ),
     "qwen3_vl": ModuleEntry(
         "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text",
@@ -104,22 +109,33 @@ MODULES: dict[str, ModuleEntry] = {
     ),
     "laguna": ModuleEntry("laguna", "Laguna LagunaConfig", "LagunaForCausalLM"),
     "step3p5": ModuleEntry("step3p5", "Step3p5 Step3p5Config", "Step3p5ForCausalLM", "step-3.5-flash"),
-    "minimax_m3": ModuleEntry("minimax_m3_vl_text", "MiniMaxM3VLText MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM"),
+    "minimax_m3": ModuleEntry(
+        "minimax_m3_vl_text",
+        "MiniMaxM3VLText MiniMaxM3VLTextConfig",
+        "MiniMaxM3VLForCausalLM MiniMaxM3SparseForCausalLM",
+        "minimax-m3",
+    ),
     "nemotron_h": ModuleEntry(
-        "nemotron_h", "NemotronH NemotronHConfig", "NemotronHForCausalLM", "nemotron-3-nano-30b-a3b"
+        "nemotron_h",
+        "NemotronH NemotronHConfig",
+        "NemotronHForCausalLM",
+        "nemotron-3-nano-30b-a3b nemotron-3.5-lightning-30b-a3b",
     ),
     "qwen3_next": ModuleEntry("qwen3_next", "Qwen3Next Qwen3NextConfig", "Qwen3NextForCausalLM", "qwen3-next-80b-a3b"),
     "qwen3_5": ModuleEntry(
         "qwen3_5_text qwen3_5_moe_text",
         "Qwen3_5Text Qwen3_5TextConfig Qwen3_5MoeText Qwen3_5MoeTextConfig",
         "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM",
-        "qwen3.5-35b-a3b qwen3.5-397b-a17b",
+        "qwen3.8-27b qwen3.5-35b-a3b qwen3.5-397b-a17b qwen3.8-2.4t-a95b",
     ),
     "kimi_linear": ModuleEntry(
         "kimi_linear", "KimiLinear KimiLinearConfig", "KimiLinearForCausalLM", "kimi-linear-48b-a3b"
     ),
     "bailing_hybrid": ModuleEntry(
-        "bailing_hybrid", "BailingHybrid BailingHybridConfig", "BailingHybridForCausalLM", "ling-3.0-flash"
+        "bailing_hybrid",
+        "BailingHybrid BailingHybridConfig",
+        "BailingHybridForCausalLM BailingMoeV3ForCausalLM",
+        "ling-3.0-flash ling-3.0-tiny",
     ),
     "glm5_next": ModuleEntry(
         "glm5_next_text", "Glm5NextText Glm5NextTextConfig", "Glm5NextForCausalLM", "glm-5.3-flash"

@@ -2,8 +2,8 @@
 
 Moonlight's config.json has the model_type ``deepseek_v3``. transformers does not support the model_type of K2's
 config.json. Saving writes ``deepseek_v3`` so that transformers can load the files. Text functions do not work with K2
-and Moonlight, because their checkpoints have no tokenizer.json. K2-Thinking, K2.5 and K2.6 have experts in packed int4.
-Only the text models of K2.5 and K2.6 are loaded.
+and Moonlight, because their checkpoints have no tokenizer.json. K2-Thinking, K2.5, K2.6 and K2.7 have experts in packed
+int4. Only the text models of K2.5, K2.6 and K2.7 are loaded.
 """
 
 import dataclasses
@@ -38,12 +38,14 @@ _KIMI_K2 = KimiK2Config(
     bos_token_id=163584, eos_token_id=163585, dtype="bfloat16",
 )  # fmt: skip
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_KIMI_K2_5 = dataclasses.replace(
+    _KIMI_K2, max_position_embeddings=262144, rms_norm_eps=1e-5,
+    rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN}, pad_token_id=163839,
+)  # fmt: skip
 _PRESETS = {
     "kimi-k2": _KIMI_K2,
-    "kimi-k2.5": dataclasses.replace(
-        _KIMI_K2, max_position_embeddings=262144, rms_norm_eps=1e-5,
-        rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN}, pad_token_id=163839,
-    ),
+    "kimi-k2.5": _KIMI_K2_5,
+    "kimi-k2.7-code": dataclasses.replace(_KIMI_K2_5, eos_token_id=163586),
     "moonlight-16b-a3b": DeepSeekV3Config(
         vocab_size=163840, hidden_size=2048, intermediate_size=11264, num_hidden_layers=27, num_attention_heads=16,
         num_key_value_heads=16, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=50000.0,
@@ -61,13 +63,17 @@ FAMILY = Family(
     hub_ids={
         "kimi-k2": "moonshotai/Kimi-K2-Instruct",
         "kimi-k2.5": "moonshotai/Kimi-K2.5",
+        "kimi-k2.7-code": "moonshotai/Kimi-K2.7-Code",
         "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
     },
     checkpoint_notes={
         "kimi-k2": "FP8 blocks (1.03 TB), dequantized to bfloat16 unless keep_quantized=True. The tokenizer (tiktoken "
         "with remote code) is not supported.",
-        "kimi-k2.5": "packed int4 experts (0.55 TB), dequantized to bfloat16 unless keep_quantized=True. The vision "
-        "tower and projector are not loaded. The tokenizer (tiktoken with remote code) is not supported.",
+        **dict.fromkeys(
+            ("kimi-k2.5", "kimi-k2.7-code"),
+            "packed int4 experts (0.55 TB), dequantized to bfloat16 unless keep_quantized=True. The vision tower and "
+            "projector are not loaded. The tokenizer (tiktoken with remote code) is not supported.",
+        ),
         "moonlight-16b-a3b": "the tokenizer (tiktoken with remote code) is not supported",
     },
 )

@@ -57,13 +57,17 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
 
     model_type = "minimax_m3_vl_text"
     architecture = "MiniMaxM3VLForCausalLM"
+    published_architectures = "MiniMaxM3SparseForCausalLM"
     experts_field = "num_local_experts"
     scale_in_queries = False
     aliases = {"num_experts": "num_local_experts"}
-    fixed = {"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "use_routing_bias": (True,)}
+    fixed = {
+        "scoring_func": ("sigmoid",), "use_qk_norm": (True,), "use_routing_bias": (True,),
+        "n_shared_experts": (None, 1), "attention_output_gate": (None, False), "swiglu_beta": (None, 1),
+    }  # fmt: skip
     # Fields of published files that transformers does not read. `_standard_fields` reads the last two.
     ignored = """rotary_dim router_jitter_noise output_router_logits router_aux_loss_coef qk_norm_type use_gemma_norm
-        merged_hidden_size use_mtp num_mtp_modules mtp_transformer_layers max_model_len
+        merged_hidden_size use_mtp num_mtp_modules num_nextn_predict_layers mtp_transformer_layers max_model_len
         sparse_attention_config moe_layer_freq"""
 
     vocab_size: int = 200064
@@ -199,9 +203,17 @@ _HF: Hf = {
     "layer.moe.experts.down": (W("mlp.experts.down_proj"), W(f"{_MOE}.experts").each("w2.weight")),
 }  # fmt: skip
 
+_M3 = MiniMaxM3VLTextConfig(
+    max_position_embeddings=1048576, layer_types=("full_attention",) * 3 + (_SPARSE,) * 57,
+    mlp_layer_types=("dense",) * 3 + ("sparse",) * 57, partial_rotary_factor=0.5, dtype="bfloat16",
+)  # fmt: skip
+
 FAMILY = Family(
     model=MiniMaxM3VLText,
     hf=_HF,
+    presets={"minimax-m3": _M3},
+    hub_ids={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
+    checkpoint_notes={"minimax-m3": "the vision tower and projector are not loaded"},
     # transformers stores each pair of these projections as halves of one linear layer.
     peft_excluded=("mlp.gate", "mlp.up", "shared.gate", "shared.up"),
 )

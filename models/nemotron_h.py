@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, 2025), based on the implementation in transformers.
+"""Nemotron-H, Nemotron 3 and 3.5 (NVIDIA, 2025), based on the implementation in transformers.
 
 A layer has a norm and a single block: a Mamba-2 recurrence, attention without rotary embedding, a feed-forward, or
 experts. Feed-forwards and experts have no gates. The router is as in DeepSeek-V3. There is a shared expert, and routed
@@ -220,21 +220,28 @@ _HF |= {
     for key, name in _LINEAR.items()
     for end, hf_end in (("kernel", "weight"), ("bias", "bias"))
 }
-_PRESETS = {
-    "nemotron-3-nano-30b-a3b": NemotronHConfig(
-        hidden_size=2688, intermediate_size=1856, num_hidden_layers=52, num_key_value_heads=2,
-        max_position_embeddings=262144, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
-        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
-        layer_types=tuple(_LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
-        dtype="bfloat16",
-    )
-}  # fmt: skip
+_NANO = NemotronHConfig(
+    hidden_size=2688, intermediate_size=1856, num_hidden_layers=52, num_key_value_heads=2,
+    max_position_embeddings=262144, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+    moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+    layer_types=tuple(_LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+    dtype="bfloat16",
+)  # fmt: skip
 
 FAMILY = Family(
     model=NemotronH,
     hf=_HF,
     hf_root="backbone.",
     peft_excluded=("attention.out",),
-    presets=_PRESETS,
-    hub_ids={"nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
+    presets={
+        "nemotron-3-nano-30b-a3b": _NANO,
+        "nemotron-3.5-lightning-30b-a3b": dataclasses.replace(
+            _NANO, max_position_embeddings=1048576, num_nextn_predict_layers=1
+        ),
+    },
+    hub_ids={
+        "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nemotron-3.5-lightning-30b-a3b": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
+    },
+    checkpoint_notes={"nemotron-3.5-lightning-30b-a3b": "the multi-token prediction layers are not loaded"},
 )

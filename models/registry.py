@@ -158,9 +158,13 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
 def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
     """Return the config of a text model and the notes on its fields."""
     family_config = config_class(fields)
-    registered = {config.architecture for family in REGISTERED.values() for config in family.configs}
-    check_architecture(fields, ARCHITECTURES | registered)
+    check_architecture(fields, ARCHITECTURES | _registered_architectures())
     return family_config.from_hf(fields), family_config.notes(fields)
+
+
+def _registered_architectures() -> set[str]:
+    configs = [config for family in REGISTERED.values() for config in family.configs]
+    return {name for config in configs for name in (config.architecture, *config.published_architectures.split())}
 
 
 def parse_config(fields: Mapping[str, Any], file_name: str) -> tuple[DecoderConfig, tuple[str, ...]]:

@@ -47,6 +47,7 @@ class DecoderConfig(KnownFields):
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    published_architectures: ClassVar[str] = ""  # Class names in published files that transformers does not define.
     saved_type: ClassVar[str | None] = None  # The model_type in saved files if it differs.
     # Subclasses add entries to ``aliases`` (alternative name -> field), ``fixed`` (field of config.json without a
     # dataclass field -> supported values, first the value to save) and ``ignored`` (fields that do not affect the

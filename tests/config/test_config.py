@@ -23,6 +23,7 @@ from nnxmoe.config.config_json import FP8_EXPERTS, PREDICTION
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import PartialRopesConfig
 from nnxmoe.config.rope_parameters import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from nnxmoe.convert.arrays.array_layout import parameters
 from nnxmoe.convert.hf.auxiliary_files import read_config
 from nnxmoe.model.family import Family
 from nnxmoe.model.family_checks import check_rows
@@ -43,7 +44,7 @@ from nnxmoe.models import (
 from tests.support.cases import NAMES, load_case
 from tests.support.declared import FILE
 from tests.support.families import FAMILIES
-from tests.support.published import PUBLISHED
+from tests.support.published import PUBLISHED, described
 from tests.support.tiny import TINY, stacking_of
 from tests.support.unread_fields import refuse_unread_fields
 
@@ -1000,12 +1001,30 @@ def test_real_files_are_accepted_and_refused_as_they_should(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_equal_the_presets(name: str) -> None:
-    """The sizes of windows that are not used are left out."""
-    config, preset = config_from_hf(PUBLISHED[name]), PRESETS[name]
-    assert getattr(config, "windows", config.window) == getattr(preset, "windows", preset.window)
-    unused = {"sliding_window", "max_window_layers", "mlp_only_layers"}
-    ours, theirs = ({k: v for k, v in vars(each).items() if k not in unused} for each in (config, preset))
-    assert ours == theirs and type(config) is type(preset)
+    config = config_from_hf(PUBLISHED[name])
+    assert described(config) == described(PRESETS[name]) and type(config) is type(PRESETS[name])
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("qwen3.8-2.4t-a95b", "output_gate_type", "sigmoid"),
+        ("ling-3.0-tiny", "expert_swiglu_limit_list", [0, 7.0]),
+        ("ling-3.0-tiny", "gated_attention_proj_granularity_type", "element_wise"),
+        ("ling-3.0-tiny", "partial_rotary_factor", 0.25),
+        ("glm-5.3", "moe_router_dtype", "bfloat16"),
+    ],
+)
+def test_published_fields_with_other_values_are_refused(name: str, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field} .* is not supported"):
+        config_from_hf(PUBLISHED[name] | {field: value})
+
+
+def test_prediction_layers_of_other_structures_are_refused() -> None:
+    for name in ("deepseek-v4-flash-0731", "deepseek-v4-pro-0813"):
+        with pytest.raises(ConfigError, match="dspark_block_size 5: the layers of the draft model DSpark"):
+            model_class(PRESETS[name])(PRESETS[name], nnxmoe.Strategy(), rngs=None, mtp=True)  # type: ignore[call-arg]
 
 
 # Values
@@ -1086,13 +1105,20 @@ SIZES = {
     "deepseek-v3.2-exp": 671.9e9,  # 671.0e9, and 0.85e9 of the indexers
     "deepseek-v3.2": 671.9e9,
     "deepseek-v4-flash": 284e9,
+    "deepseek-v4-flash-0731": 284e9,
+    "deepseek-v4-pro": 1.6e12,
+    "deepseek-v4-pro-0813": 1.6e12,
     "qwen3-next-80b-a3b": 80e9,
     "qwen3.5-35b-a3b": 34.7e9,  # of the text model
     "qwen3.5-397b-a17b": 396.3e9,
+    "qwen3.8-27b": 26.9e9,  # of the text model
+    "qwen3.8-2.4t-a95b": 2.42e12,  # 2.45e12 with the prediction layer
     "glm-5": 744e9,
     "glm-5.2": 743e9,
+    "glm-5.3": 743e9,  # published for GLM-5, which has an indexer in every layer: 744e9
     "kimi-k2": 1.03e12,
     "kimi-k2.5": 1.03e12,
+    "kimi-k2.7-code": 1.03e12,
     "moonlight-16b-a3b": 16.0e9,
     "glm-4.7-flash": 30e9,
     "qwen2.5-0.5b": 0.49e9,
@@ -1137,14 +1163,30 @@ SIZES = {
     "step-3.5-flash": 196e9,
     "kimi-linear-48b-a3b": 49.1e9,
     "nemotron-3-nano-30b-a3b": 31.6e9,
+    "nemotron-3.5-lightning-30b-a3b": 31.6e9,
+    "minimax-m3": 426e9,  # of the text model; 427e9 with the vision tower and projector
     "glm-5.3-flash": 313e9,  # 321 with the layer for multi-token prediction
-    "ling-3.0-flash": 124.4e9,  # of the defaults in transformers; no published number is known
+    "ling-3.0-flash": 124e9,
+    "ling-3.0-tiny": 7.9e9,
     "trinity-nano": 6e9,
     "trinity-mini": 26e9,
     "qwen3-vl-2b": 1.72e9,
     "qwen3-vl-4b": 4.02e9,
     "qwen3-vl-8b": 8.19e9,
     "qwen3-vl-30b-a3b": 30.5e9,
+}
+
+# Published numbers of parameters that a token uses. Most of them leave out the embedding, and some also the head.
+ACTIVE = {
+    "qwen3.8-2.4t-a95b": 95e9,
+    "ling-3.0-flash": 5.1e9,
+    "ling-3.0-tiny": 1.3e9,
+    "nemotron-3.5-lightning-30b-a3b": 3.6e9,
+    "deepseek-v4-flash-0731": 13e9,
+    "deepseek-v4-pro-0813": 49e9,
+    "glm-5.3": 40e9,
+    "kimi-k2.7-code": 32e9,
+    "minimax-m3": 23e9,
 }
 
 
@@ -1157,6 +1199,21 @@ def test_preset_parameter_counts(name: str, scan: bool) -> None:
     count = sum(math.prod(v.shape) for _, v in nnx.to_flat_state(nnx.state(model)))
     digits = len(str(SIZES[name] / 10 ** math.floor(math.log10(SIZES[name]))).replace(".", "").rstrip("0"))
     assert abs(count / SIZES[name] - 1) < 0.6 * 10 ** -(digits - 1), count
+    if name in ACTIVE and not scan:
+        active = sum(
+            math.prod(p.shape) * (config.experts_per_token / p.experts if p.experts else 1) for p in parameters(model)
+        )
+        assert 0.97 * (active - 2 * config.vocab_size * config.hidden_size) < ACTIVE[name] < 1.01 * active, active
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tower"),
+    [("qwen3.8-27b", 27_781_427_952, 460_730_096), ("qwen3.8-2.4t-a95b", 2_446_182_725_504, 0)],
+)
+def test_exact_sizes_of_published_files(name: str, size: int, tower: int) -> None:
+    """As the hub counts them, with the prediction layer, and with the vision tower as in transformers."""
+    model = model_class(PRESETS[name])(PRESETS[name], nnxmoe.Strategy(), rngs=None, mtp=True)  # type: ignore[call-arg]
+    assert sum(math.prod(v.shape) for _, v in nnx.to_flat_state(nnx.state(model))) + tower == size
 
 
 def test_fields_that_published_files_hold_without_effect() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -14,15 +15,18 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.model.quantization.quantized_kernels import quantized_kernels
+from nnxmoe.models import model_class
 from tests.support import gpt_oss, quantised
 from tests.support.arrays import identical, max_error
 from tests.support.families import fused as fuse
-from tests.support.families import load
+from tests.support.families import load, weights_of
+from tests.support.published import PUBLISHED
 from tests.support.quantised import FIELDS, FOLDER, FORMATS, MODULE, is_linear, read_tensors, write_quantised
 from tests.support.running import MODEL_TOLERANCE, variables
-from tests.support.tiny import random_tokens, tiny_weights, write_checkpoint
+from tests.support.tiny import Fields, Weights, random_tokens, tiny_weights, write_checkpoint
 
 KINDS = tuple(FIELDS)
 Q = "model.layers.1.self_attn.q_proj"
@@ -290,6 +294,64 @@ def test_quantised_experts_in_tensors_of_their_own(tmp_path: Path, kind: str, fo
     assert not codes.load_report.unexpected
     nnxmoe.save_pretrained(wanted, tmp_path / "saved")
     assert read_tensors(tmp_path / "saved").keys() == published.keys()
+
+
+def qwen38() -> tuple[Fields, Weights]:
+    """A tiny Qwen3.8-2.4T-A95B with its prediction layer: config.json, and bfloat16 tensors with experts one by one."""
+    fields = PUBLISHED["qwen3.8-2.4t-a95b"] | {"hidden_size": 32, "num_hidden_layers": 4, "head_dim": 16}
+    fields |= {"layer_types": fields["layer_types"][:4], "vocab_size": 48, "eos_token_id": 2, "bos_token_id": 1}
+    fields |= {"num_attention_heads": 16, "num_key_value_heads": 1, "num_experts": 24, "moe_intermediate_size": 16}
+    fields |= {"linear_num_key_heads": 2, "linear_num_value_heads": 16, "linear_key_head_dim": 4}
+    fields |= {"linear_value_head_dim": 4, "shared_expert_intermediate_size": 12}
+    config = nnxmoe.config_from_hf(fields)
+    model = model_class(config)(config, nnxmoe.Strategy(), rngs=None, mtp=True)  # type: ignore[call-arg]
+    weights = weights_of({name: leaf.shape for name, leaf in tensor_layout(model).items()})
+    return fields, {name: array.astype(ml_dtypes.bfloat16) for name, array in weights.items()}
+
+
+def write_shards(folder: Path, fields: Fields, weights: Mapping[str, np.ndarray]) -> Path:
+    """A checkpoint whose tensors are divided over three files with an index."""
+    files = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(sorted(weights))}
+    folder.mkdir()
+    for file in {*files.values()}:
+        save_file({name: weights[name] for name in weights if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_both_layouts_of_qwen38(tmp_path: Path, mtp: bool) -> None:
+    """Grouped experts in bfloat16, and one by one in FP8 blocks with bfloat16 scales, in shards: the same model within
+    the rounding of FP8. Experts are saved one by one, as transformers saves them, and codes in compressed-tensors."""
+    fields, weights = qwen38()
+    form = quantised.deepseek((16, 8), ml_dtypes.bfloat16)
+    stored, plain = form.checkpoint(weights, lambda name: ".experts." in name)
+    assert "mtp.layers.0.mlp.experts.23.down_proj.weight_scale_inv" in stored
+    scheme = {k: v for k, v in form.config.items() if k != "fmt"} | {
+        "weight_per_tensor": False,
+        "act_per_tensor": False,
+    }
+    scheme["modules_to_not_convert"] = [n.removesuffix(".weight") for n in stored if ".experts." not in n]
+    grouped = nnxmoe.from_pretrained(write_shards(tmp_path / "grouped", fields, fuse(weights)), mtp=mtp)
+    codes = write_shards(tmp_path / "codes", fields | {"quantization_config": scheme}, stored)
+    floats = nnxmoe.from_pretrained(codes, dtype="float32", mtp=mtp)
+    kept = nnxmoe.from_pretrained(codes, keep_quantized=True, mtp=mtp)
+    twin = nnxmoe.from_pretrained(write_shards(tmp_path / "twin", fields, plain), dtype="float32", mtp=mtp)
+    identical(arrays(floats), arrays(twin))
+    wanted = arrays(grouped)
+    for path, array in arrays(floats).items():
+        error = np.abs(array - wanted[path].astype(np.float32)).max()
+        assert error <= (2**-4 * np.abs(array).max() if ".experts." in path else 0), path
+    assert not grouped.load_report.unexpected and not kept.load_report.unexpected
+    for model, names in ((grouped, weights), (kept, stored)):
+        folder = tmp_path / ("saved codes" if model is kept else "saved floats")
+        nnxmoe.save_pretrained(model, folder)
+        files = {name: array for name, array in names.items() if mtp or not name.startswith("mtp.")}
+        for name in [name for name in files if name.endswith("_scale_inv")]:
+            files[name.removesuffix("_inv")] = files.pop(name).astype(np.float32)
+        identical(read_tensors(folder), files)
+    identical(arrays(nnxmoe.from_pretrained(tmp_path / "saved codes", dtype="float32", mtp=mtp)), arrays(floats))
 
 
 @pytest.mark.parametrize("form", [None, "nf4"])

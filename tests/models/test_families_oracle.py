@@ -23,29 +23,13 @@ peft = pytest.importorskip("peft")
 from safetensors.numpy import load_file  # noqa: E402
 
 from tests.support.adapters import fill  # noqa: E402
+from tests.support.against_theirs import check_outputs, check_saved  # noqa: E402
 from tests.support.arrays import max_error  # noqa: E402
 from tests.support.declared import FILE, declared  # noqa: E402
-from tests.support.families import (  # noqa: E402
-    FAMILIES,
-    NEW,
-    PROMPT,
-    fused,
-    load,
-    positions_of,
-    tokens_of,
-    write_config,
-)
+from tests.support.families import FAMILIES, fused, load, tokens_of, write_config  # noqa: E402
 from tests.support.freeze import frozen  # noqa: E402
 from tests.support.programs import drop_programs  # noqa: E402
-from tests.support.reference import (  # noqa: E402
-    CLOSE,
-    MARGIN,
-    Seen,
-    greedy_theirs,
-    load_theirs,
-    run_theirs,
-    write_theirs,
-)
+from tests.support.reference import load_theirs, run_theirs, write_theirs  # noqa: E402
 from tests.support.running import MODEL_TOLERANCE, feed  # noqa: E402
 from tests.support.tiny import Fields, stacking_of, write_checkpoint  # noqa: E402
 from tests.support.toy_family import GRANITE  # noqa: E402
@@ -91,28 +75,6 @@ def hub_style(fields: Fields, kind: Any) -> Fields:
     return left
 
 
-def unsettled(ours: Any, model: nnxmoe.CausalLM, theirs: Seen, mask: np.ndarray) -> np.ndarray:
-    """Tokens ``[B, T]`` from the first choice between experts on that rounding decides; asserts that all other choices
-    and all weights are equal."""
-    odd = np.zeros(mask.shape, bool)
-    layers = [layer for stack in model.stacks for layer in stack.layers]
-    assert ours.routing.keys() == theirs.experts.keys()
-    for number, routing in ours.routing.items():
-        experts, order = np.asarray(routing.experts), np.argsort(np.asarray(routing.experts), axis=-1)
-        experts = np.take_along_axis(experts, order, -1)
-        bias = layers[number].moe.router.bias
-        choice = np.asarray(routing.scores) + (0 if bias is None else np.asarray(bias[...]))
-        for row in np.argwhere((experts != theirs.experts[number]).any(-1) & (mask > 0) & ~odd):
-            swapped = set(experts[tuple(row)]) ^ set(theirs.experts[number][tuple(row)])
-            scores = choice[tuple(row)][list(swapped)]
-            assert np.ptp(scores) < CLOSE, (number, row, scores)
-            odd[tuple(row)] = True
-        odd = np.logical_or.accumulate(odd, axis=1)
-        weights = np.take_along_axis(np.asarray(routing.weights), order, -1)
-        assert np.abs(weights - theirs.weights[number])[(mask > 0) & ~odd].max(initial=0) < 5e-5, number
-    return odd
-
-
 @pytest.mark.parametrize(("kind", "number"), CASES)
 def test_random_configurations(kind: str, number: int, tmp_path: Path, record_property: Any) -> None:
     """Logits and routing, padded or not, in both styles of config.json and from fused experts; single steps with a
@@ -132,28 +94,8 @@ def test_random_configurations(kind: str, number: int, tmp_path: Path, record_pr
     strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned()) if scanned else nnxmoe.Strategy()
     model = nnxmoe.from_pretrained(folder, strategy=strategy)
     assert not model.load_report.unexpected
-    tokens, mask = tokens_of(given["vocab_size"], seed=number)
-    unrolled = nnxmoe.unscan(model)
-    for name, used in (("unpadded", np.ones_like(mask)), ("padded", mask)):
-        theirs = run_theirs(reference, tokens, used)
-        out = model(tokens, used, positions_of(used), return_routing=True)
-        settled = (used > 0) & ~unsettled(out, unrolled, theirs, used)
-        assert settled.sum() > 0.5 * used.sum(), "too close to call: change the seed"
-        error = max_error(out.logits, theirs.logits, settled)
-        record_property(f"logits error, {name}", error)
-        assert error < MODEL_TOLERANCE, name
-        stepwise, _ = feed(model, tokens, [1] * tokens.shape[1], mask=used, capacity=tokens.shape[1])
-        assert max_error(stepwise, out.logits, settled) < MODEL_TOLERANCE, name
-        wanted, margins = greedy_theirs(reference, tokens, used)
-        ids = nnxmoe.generate(model, tokens[:, :PROMPT], used[:, :PROMPT], NEW, eos_token_id=None)
-        clear = np.logical_and.accumulate(margins > MARGIN, axis=1) & settled[:, PROMPT - 1 : PROMPT]
-        assert np.array_equal(ids[:, PROMPT:][clear], wanted[clear]), name
-    nnxmoe.save_pretrained(model, tmp_path / "again")
-    saved = load_file(tmp_path / "again" / "model.safetensors")
-    assert saved.keys() == weights.keys()
-    assert all(saved[name].tobytes() == weights[name].tobytes() for name in weights)
-    again = load_theirs(tmp_path / "again", family.theirs)
-    assert max_error(run_theirs(again, tokens, mask).logits, theirs.logits, mask) < MODEL_TOLERANCE / 4
+    check_outputs(model, reference, number, record_property)
+    check_saved(model, reference, weights, family.theirs, tmp_path / "again")
 
 
 @pytest.mark.parametrize("kind", ADAPTED)

@@ -23,7 +23,7 @@ from nnxmoe.train import lora
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, fused, load, tokens_of, weights_of
-from tests.support.published import PUBLISHED_TEXTS
+from tests.support.published import PUBLISHED_TEXTS, described
 from tests.support.quantised import FORMATS
 from tests.support.running import MODEL_TOLERANCE
 from tests.support.tiny import TINY, Fields, Weights, random_tokens, tiny_weights, write_checkpoint
@@ -322,7 +322,7 @@ def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> Non
 def test_published_text_models() -> None:
     """Config files of the hub have the presets' numbers."""
     for name, fields in PUBLISHED_TEXTS.items():
-        assert config_from_hf(fields) == PRESETS[name], name
+        assert described(config_from_hf(fields)) == described(PRESETS[name]), name
 
 
 # Multimodal model_type -> the family of its text model, the towers, and the number of random configurations.
