@@ -12,7 +12,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA, OutputGate, QKNorm
-from nnxmoe.layers.embed import Embed, MuPEmbed
+from nnxmoe.layers.embed import Embed, ScaledEmbed
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer
@@ -80,7 +80,7 @@ class Afmoe(DenseOrMoE):
 
     configs = (AfmoeConfig,)
 
-    def embedding(self, form: Callable[..., Embed] = MuPEmbed, **options: Any) -> Embed:
+    def embedding(self, form: Callable[..., Embed] = ScaledEmbed, **options: Any) -> Embed:
         return super().embedding(form if self.config.mup_enabled else Embed, **options)
 
     def layer(self, index: int, form: type[Layer] = Layer, **options: Any) -> Layer:

@@ -23,7 +23,8 @@ from nnxmoe.layers.activations import geglu
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention, ValueNormGQA
 from nnxmoe.layers.attention.gqa import QKNorm
 from nnxmoe.layers.context import Attention
-from nnxmoe.layers.embed import Embed, MuPEmbed
+from nnxmoe.layers.embed import Embed, ScaledEmbed
+from nnxmoe.layers.linear.head_kernel import CappedKernel
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -33,7 +34,7 @@ from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Ids
 from nnxmoe.models.shared.gemma4_names import HF_GEMMA4, MAXTEXT_GEMMA4
-from nnxmoe.models.shared.gemma_layers import CappedKernel, EdgeLayer, GemmaLayer
+from nnxmoe.models.shared.gemma_layers import EdgeLayer, GemmaLayer
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router_variants import ScaledRouter
 from nnxmoe.moe.selection import SoftmaxTopK
@@ -214,7 +215,7 @@ class Gemma4Text(CausalLM):
 
     configs = (Gemma4TextConfig,)
 
-    def embedding(self, form: Callable[..., Embed] = MuPEmbed, **options: Any) -> Embed:
+    def embedding(self, form: Callable[..., Embed] = ScaledEmbed, **options: Any) -> Embed:
         c = self.config
         if not (width := c.hidden_size_per_layer_input):
             return super().embedding(form, **options)

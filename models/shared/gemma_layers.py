@@ -3,16 +3,13 @@
 In E2B and E4B, each layer also has a separate input per token, and the last layers attend to keys of earlier layers.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.context import Context, FeedForwardOutput
-from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.per_layer import OutputScale, PerLayerInput
@@ -80,40 +77,3 @@ class EdgeLayer(GemmaLayer):
             layer_input = jax.lax.dynamic_index_in_dim(inputs, layer_index, axis=2, keepdims=False)
             hidden = hidden + self.own(hidden, context.output_tokens(layer_input))
         return LayerOutput((self.output_scale(hidden), inputs, layer_index + 1, shared_keys), cache, info)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CappedKernel(Kernel):
-    """Kernel of an output head with capped logits: ``cap * tanh(x @ base / cap)`` (Gemma 2, 2024).
-
-    Supports products in float32 only. The product is not linear, so the kernel has no dense form.
-    """
-
-    base: Kernel
-    cap: float = dataclasses.field(metadata={"static": True})
-
-    @property
-    def trainable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.trainable
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def cast(self, dtype: Any) -> "CappedKernel":
-        return CappedKernel(self.base.cast(dtype), self.cap)
-
-    def matmul_f32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
-        return self.cap * jnp.tanh(self.base.matmul_f32(x, precision) / self.cap)
-
-    def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
-        return d * (1 - (y / self.cap) ** 2)
-
-    def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        return self.base.vjp_input(d)
-
-    def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "CappedKernel":
-        return CappedKernel(self.base.vjp_kernel(x, d), self.cap)

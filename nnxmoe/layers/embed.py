@@ -96,8 +96,15 @@ def _look_up_shard(
     return jax.lax.all_to_all(embeddings, width_axes, split_axis=0, concat_axis=2, tiled=True)
 
 
-class MuPEmbed(Embed):
-    """`Embed` with embeddings scaled by ``sqrt(D)`` (Gemma, Trinity). A tied output head is not scaled."""
+class ScaledEmbed(Embed):
+    """`Embed` with embeddings multiplied by ``factor`` (Granite). A tied output head is not scaled.
+
+    ``factor`` defaults to ``sqrt(D)`` (Gemma, Trinity).
+    """
+
+    def __init__(self, vocab: int, dim: int, *, factor: float | None = None, **options: Any):
+        super().__init__(vocab, dim, **options)
+        self.factor = dim**0.5 if factor is None else factor
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
-        return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5
+        return super().__call__(tokens, dtype) * self.factor

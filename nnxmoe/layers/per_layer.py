@@ -8,13 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.embed import Embed, MuPEmbed
+from nnxmoe.layers.embed import Embed, ScaledEmbed
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 
 
-class PerLayerEmbed(MuPEmbed):
-    """`MuPEmbed` with a second table that stores one embedding per token and layer.
+class PerLayerEmbed(ScaledEmbed):
+    """`ScaledEmbed` with a second table that stores one embedding per token and layer.
 
     Args:
         vocab: Size of the vocabulary, V.
