@@ -140,6 +140,24 @@ MODULES: dict[str, ModuleEntry] = {
     "glm5_next": ModuleEntry(
         "glm5_next_text", "Glm5NextText Glm5NextTextConfig", "Glm5NextForCausalLM", "glm-5.3-flash"
     ),
+    "granite": ModuleEntry(
+        "granite granitemoe granitemoeshared",
+        "Granite GraniteConfig GraniteMoe GraniteMoeConfig GraniteMoeSharedConfig",
+        "GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
+        "granite-3.3-8b granite-3.1-1b-a400m",
+    ),
+    "granitemoehybrid": ModuleEntry(
+        "granitemoehybrid",
+        "GraniteMoeHybrid GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        "granite-4.0-h-350m",
+    ),
+    "lfm2": ModuleEntry(
+        "lfm2 lfm2_moe",
+        "Lfm2 Lfm2Config Lfm2MoeConfig",
+        "Lfm2ForCausalLM Lfm2MoeForCausalLM",
+        "lfm2-1.2b lfm2.5-2.6b lfm2-8b-a1b",
+    ),
 }
 MODULE_OF_TYPE = {name: module for module, entry in MODULES.items() for name in entry.model_types.split()}
 MODULE_OF_CLASS = {name: module for module, entry in MODULES.items() for name in entry.classes.split()}

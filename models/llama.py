@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.context import Attention
+from nnxmoe.layers.context import Attention, FeedForward
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family, MaxTextNames
@@ -67,7 +67,7 @@ class LlamaLike(CausalLM):
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         return self.gqa(index, bias=self.config.attention_bias, **kw)
 
-    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP:
+    def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> FeedForward:
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)
 
 

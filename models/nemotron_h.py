@@ -25,7 +25,7 @@ from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, SingleLayer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE, GroupedExpertsConfig
-from nnxmoe.models.shared.tables import Hf
+from nnxmoe.models.shared.tables import Hf, hf_mamba2
 from nnxmoe.moe.block import LatentMoE, MoE
 from nnxmoe.moe.experts import UngatedExperts
 from nnxmoe.moe.router import Router
@@ -195,16 +195,7 @@ _HF: Hf = {
     "norm.scale": W("model.norm_f.weight"),
     "head.kernel": W("lm_head.weight"),
     **{f"layer.{part}_norm.scale": W("norm.weight") for part in ("attention", "mlp", "moe")},
-    "layer.attention.project.kernel": W("mixer.in_proj.weight"),
-    "layer.attention.project.bias": W("mixer.in_proj.bias"),
-    "layer.attention.conv.weight": W("mixer.conv1d.weight"),
-    "layer.attention.conv.bias": W("mixer.conv1d.bias"),
-    "layer.attention.a_log": W("mixer.A_log"),
-    "layer.attention.dt_bias": W("mixer.dt_bias"),
-    "layer.attention.d": W("mixer.D"),
-    "layer.attention.norm.scale": W("mixer.norm.weight"),
-    "layer.attention.out.kernel": W("mixer.out_proj.weight"),
-    "layer.attention.out.bias": W("mixer.out_proj.bias"),
+    **hf_mamba2("mixer"),
     "layer.moe.router.kernel": W("mixer.gate.weight"),
     "layer.moe.router.bias": W("mixer.gate.e_score_correction_bias"),
     **{

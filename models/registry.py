@@ -22,13 +22,13 @@ TEXT_OF = {"step3p7": "step3p5"}  # Multimodal model_type -> model_type of its t
 # Supported model_type -> the most similar unsupported families.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
-    "mixtral": "minimax phimoe granitemoe jamba",
+    "mixtral": "minimax phimoe jamba",
     "qwen3_moe": "hunyuan_v1_moe",
     "olmoe": "flex_olmo",
     "qwen3": "olmo2 olmo3 gemma3",
     "qwen2": "qwen2_vl qwen2_5_vl",
     "mistral": "ministral",
-    "llama": "gemma gemma2 granite internlm2 llama4 phi3 smollm3 stablelm",
+    "llama": "gemma gemma2 internlm2 llama4 phi3 smollm3 stablelm",
 }
 
 

@@ -25,6 +25,16 @@ def hf_mlp(block: str, prefix: str = "layer.moe.shared") -> Hf:
     }
 
 
+def hf_mamba2(block: str) -> Hf:
+    """Return the name-table rows for the `Mamba2` in submodule ``block`` of a layer."""
+    names = {
+        "project.kernel": "in_proj.weight", "project.bias": "in_proj.bias", "conv.weight": "conv1d.weight",
+        "conv.bias": "conv1d.bias", "a_log": "A_log", "dt_bias": "dt_bias", "d": "D", "norm.scale": "norm.weight",
+        "out.kernel": "out_proj.weight", "out.bias": "out_proj.bias",
+    }  # fmt: skip
+    return {f"layer.attention.{key}": W(f"{block}.{name}") for key, name in names.items()}
+
+
 # Rows for the parameters of most decoders. Rows without a parameter in the model are ignored.
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),

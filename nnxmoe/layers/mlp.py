@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import ClassVar, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
@@ -38,6 +39,21 @@ class MLP(nnx.Module):
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
         return True
+
+
+class FusedMLP(MLP):
+    """`MLP` with a fused kernel ``[2 * F, D]`` of gate and up, as in checkpoints of Granite."""
+
+    def __init__(
+        self, dim: int, width: int, *, bias: bool, activation: GatedActivation = swiglu, **kw: Unpack[ParamOptions]
+    ):
+        self.activation = activation
+        self.gate_up = Linear((dim,), (2 * width,), ("embed", "mlp"), bias=bias, **kw)
+        self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, **kw)
+
+    def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self._activate_and_project(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
 
 
 class UngatedMLP(MLP):

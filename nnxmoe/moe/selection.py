@@ -167,7 +167,7 @@ class SigmoidGroupTopK(SelectTopK):
 
     The score of a group is the sum of the two largest biased affinities in the group. The top-k experts are selected
     from the ``top_groups`` best of ``groups`` groups. Experts in the remaining groups are masked with -inf, because
-    biased affinities may be negative.
+    biased affinities may be negative. ``epsilon`` is added to the divisor used by ``normalize`` (LFM2).
     """
 
     k: int
@@ -175,6 +175,7 @@ class SigmoidGroupTopK(SelectTopK):
     top_groups: int
     normalize: bool
     scale: float
+    epsilon: float = dataclasses.field(default=0.0, kw_only=True)
 
     def compute_scores(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # includes unselected groups
@@ -188,7 +189,7 @@ class SigmoidGroupTopK(SelectTopK):
         return jax.lax.top_k(masked_scores, self.k)[1]
 
     def compute_weights(self, scores: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-        return (_normalize(scores) if self.normalize else scores) * self.scale
+        return (_normalize(scores, self.epsilon) if self.normalize else scores) * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +245,9 @@ def _top_k_mask(values: Float[Array, "*rows groups"], k: int) -> Bool[Array, "*r
     return jnp.any(jax.nn.one_hot(indices, values.shape[-1], dtype=bool), axis=-2)
 
 
-def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-    """Divide the weights by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of NaN."""
-    weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
+def _normalize(weights: Float[Array, "*rows X"], epsilon: float = 0.0) -> Float[Array, "*rows X"]:
+    """Divide the weights by ``sum + epsilon + 1e-20``. If the divisor underflows, the gradient is 0 instead of NaN."""
+    weight_sum = jnp.sum(weights, axis=-1, keepdims=True) + epsilon
     has_underflow = weight_sum < 1e-15
     normalized_weights = weights / (jnp.where(has_underflow, 1.0, weight_sum) + 1e-20)
     return jnp.where(has_underflow, jax.lax.stop_gradient(weights / (weight_sum + 1e-20)), normalized_weights)

@@ -273,7 +273,7 @@ def outputs(kind: str, way: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "nemotron_h", "gemma4_text", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe", "gemma4_text", "glm4_moe"])
 def test_outputs_come_in_ordinary_order(eight: Callable[..., Any], kind: str) -> None:
     """Also of recurrent layers, which pass on their state, and of layers that reuse keys."""
     assert eight(outputs, kind, "ring") < 1e-4

@@ -31,6 +31,7 @@ from nnxmoe.layers.recurrent.delta_rule import (
     chunk_delta_rule,
     recurrent_delta_rule,
 )
+from nnxmoe.layers.recurrent.gated_conv import GatedShortConv
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, unbounded_decays
 from nnxmoe.layers.recurrent.mamba2 import GroupedGatedNorm, Mamba2
 from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDeltaRule
@@ -289,6 +290,20 @@ def zero(name: str) -> Callable[[Any], None]:
     return lambda part: getattr(part, name).set_value(jnp.zeros_like(getattr(part, name)[...]))
 
 
+def reorder(order: list[int]) -> Callable[[Any], None]:
+    """The outputs of the projection in another order."""
+
+    def change(part: Any) -> None:
+        for each in (part.project.kernel, part.project.bias):
+            each.set_value(jnp.concatenate([jnp.split(each[...], 3)[i] for i in order]))
+
+    return change
+
+
+def reverse_taps(part: Any) -> None:
+    part.weight.set_value(part.weight[...][..., ::-1])
+
+
 def in_mamba(name: str, value: Any) -> Plant:
     """Changes an attribute of the class."""
     return lambda model, patch: patch.setattr(Mamba2, name, value)
@@ -316,6 +331,14 @@ PLANTED: list[tuple[str, str, Plant]] = [
     ("nemotron_h", "decay of the next token", changed(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1)))),
     ("nemotron_h", "into and out of the state exchanged", changed(lambda i: i._replace(q=i.k, k=i.q))),
     ("nemotron_h", "groups in turn", changed(lambda i: tiled(i, 3))),
+    ("granitemoehybrid", "rotated attention", in_layers(GQA, put("rotary", Rope(6, 1e4)))),
+    ("granitemoehybrid", "a norm of all heads", in_layers(GroupedGatedNorm, put("groups", 1))),
+    ("granitemoehybrid", "short steps", in_layers(Mamba2, put("min_step", 0.5))),
+    ("lfm2", "an activation after the convolution", in_layers(ShortConv, put("linear", False))),
+    ("lfm2", "gates exchanged", in_layers(GatedShortConv, reorder([1, 0, 2]))),
+    ("lfm2", "gate and values exchanged", in_layers(GatedShortConv, reorder([0, 2, 1]))),
+    ("lfm2", "no bias of the convolution", in_layers(ShortConv, zero("bias"))),
+    ("lfm2", "taps in the opposite order", in_layers(ShortConv, reverse_taps)),
     ("nemotron_h", "rotated attention", in_layers(GQA, put("rotary", Rope(10, 1e4)))),
     ("nemotron_h", "relu", in_layers(UngatedExperts, put("activation", jax.nn.relu))),
     ("nemotron_h", "shared experts with relu", in_layers(UngatedMLP, put("activation", jax.nn.relu))),
@@ -336,7 +359,7 @@ def test_mistakes_in_other_layers_are_noticed(
 IDS = np.random.default_rng(0).integers(3, 56, (2, TOKENS))
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "nemotron_h"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2"])
 def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
     case = load(request.param)
     return build(case.fields, case.weights)
@@ -397,8 +420,9 @@ def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
         cache = model(IDS[:, rest], cache=begun).cache
         assert cache is not None
         found.append(states(dataclasses.replace(cache, length=cache.length - len(rest) + 1)))
-    recurrent = [part for _, part in nnx.iter_graph(model.stacks) if isinstance(part, GatedDeltaNet)]
-    assert len(found[0]) == 2 * len(recurrent) > 0
+    parts = [part for _, part in nnx.iter_graph(model.stacks)]
+    arrays = {GatedDeltaNet: 2, GatedShortConv: 1}
+    assert len(found[0]) == sum(n * isinstance(part, kind) for part in parts for kind, n in arrays.items()) > 0
     for one, other, alone in zip(*found, strict=True):
         assert np.array_equal(one, other)
         assert max_error(one, alone) < PART_TOLERANCE * max(1, np.abs(alone).max())

@@ -55,6 +55,9 @@ NEWER: dict[str, dict[str, Any]] = {  # recurrent, sparse and compressed attenti
     "nemotron-3-nano-30b-a3b": {
         "num_hidden_layers": 3, "layer_types": ("linear_attention", "moe", "full_attention"), "n_routed_experts": 64,
     },
+    "lfm2-8b-a1b": {
+        "num_hidden_layers": 3, "layer_types": ("conv", "full_attention", "conv"), "num_dense_layers": 1,
+    },
 }  # fmt: skip
 QUICK_ON_TPU = {("mixtral-8x7b", "forward"), ("mixtral-8x7b", "train"), *((preset, "decode") for preset in ONE_LAYER)}
 

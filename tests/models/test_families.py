@@ -327,7 +327,7 @@ WAYS: dict[str, Any] = {
     "chunked ring": Chunked(RING, 3),
 }
 # Recurrent, sparse and compressed attention; experts beside a dense feed-forward.
-MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid", "nemotron_h"
+MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid", "nemotron_h", "lfm2_moe"
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -516,6 +516,12 @@ def test_maxtext_layout(kind: str) -> None:
         ("kimi_linear", "the MaxText format does not support 'kimi_linear'"),
         ("nemotron_h", "the MaxText format does not support 'nemotron_h'"),
         ("bailing_hybrid", "the MaxText format does not support 'bailing_hybrid'"),
+        ("granite", "the MaxText format does not support 'granite'"),
+        ("granitemoe", "the MaxText format does not support 'granitemoe'"),
+        ("granitemoeshared", "the MaxText format does not support 'granitemoeshared'"),
+        ("granitemoehybrid", "the MaxText format does not support 'granitemoehybrid'"),
+        ("lfm2", "the MaxText format does not support 'lfm2'"),
+        ("lfm2_moe", "the MaxText format does not support 'lfm2_moe'"),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
@@ -876,6 +882,30 @@ def forget_embedding_scale(model: Any) -> None:
     model.embed.table.set_value(model.embed.table[...] * model.config.hidden_size**-0.5)
 
 
+def forget_embedding_factor(model: Any) -> None:
+    model.embed.factor = 1.0
+
+
+def forget_residual_factor(model: Any) -> None:
+    for layer in each_layer(model):
+        layer.scale = 1.0
+
+
+def usual_attention_scale(model: Any) -> None:
+    for x in attentions(model):
+        x.scale = model.config.head_width**-0.5
+
+
+def forget_logits_divisor(model: Any) -> None:
+    model.logits_scaling = 1.0
+
+
+def swap_gate_and_up_in_shared(model: Any) -> None:
+    for x in routed(model):
+        kernel = x.shared.gate_up.kernel
+        kernel.set_value(jnp.roll(kernel[...], kernel.shape[0] // 2, axis=0))
+
+
 def rotate_nowhere(model: Any) -> None:
     for x in attentions(model):
         x.rotary = None
@@ -936,6 +966,12 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("minimax_m3_vl_text", plant) for plant in (norm_after_rotation, forget_correction, forget_shared)),
     *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),
     *(("afmoe", plant) for plant in (forget_output_gate, forget_post_norms, forget_embedding_scale)),
+    *(("granite", plant) for plant in (forget_embedding_factor, forget_residual_factor, usual_attention_scale)),
+    *(("granite", plant) for plant in (forget_logits_divisor, *(drop_bias(name) for name in "qkvo"))),
+    *(("granitemoe", plant) for plant in (select_with(k=2), select_with(normalize=False), forget_logits_divisor)),
+    *(("granitemoeshared", plant) for plant in (forget_shared, swap_gate_and_up_in_shared, forget_residual_factor)),
+    *(("lfm2_moe", plant) for plant in (norm_after_rotation, forget_norm, forget_correction, shift_runs)),
+    *(("lfm2_moe", plant) for plant in (select_with(scale=1.0), select_with(normalize=False))),
     *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),
     *(("exaone_moe", plant) for plant in (rotate_everywhere, rotate_nowhere, window_by(1), windows_of_other_layers)),
     *(("exaone_moe", plant) for plant in (norm_after_rotation, forget_correction, select_with(groups=2, top_groups=1))),

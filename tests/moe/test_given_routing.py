@@ -29,6 +29,7 @@ SELECTS: tuple[Select, ...] = (
     SoftmaxTopK(X, min_weight_sum=0.9),
     SigmoidGroupTopK(X, 4, 2, True, 2.5),
     SigmoidGroupTopK(X, 4, 2, False, 2.5),
+    SigmoidGroupTopK(X, 1, 1, True, 1.5, epsilon=0.5),
     CappedTopK(X, 1, 1, True, 1.5, cap=1.1),
     SoftmaxGroupTopK(X, 4, 2, 3.0),
     SqrtSoftplusTopK(X, 1.5),
@@ -53,7 +54,7 @@ def numpy_weights(select: Any, logits: np.ndarray, experts: np.ndarray) -> np.nd
         if isinstance(select, BalancedTopK):
             w = np.full(len(w), 1 / select.k)
         elif isinstance(select, SqrtSoftplusTopK) or getattr(select, "normalize", False):
-            w = w / max(w.sum(), getattr(select, "min_weight_sum", 0))
+            w = w / max(w.sum() + getattr(select, "epsilon", 0), getattr(select, "min_weight_sum", 0))
         weights[index] = w * getattr(select, "scale", 1.0)
     return weights
 

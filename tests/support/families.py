@@ -106,6 +106,8 @@ def positions_of(mask: np.ndarray) -> np.ndarray:
 
 
 _OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+_GRANITE |= {"router.layer.weight": "router.weight"}
 
 
 def fused(weights: Weights) -> Weights:
@@ -113,6 +115,10 @@ def fused(weights: Weights) -> Weights:
     found: Weights = {}
     experts = dict[str, dict[tuple[int, str], np.ndarray]]()
     for name, array in weights.items():
+        layer, _, part = name.partition("block_sparse_moe.")
+        if part in _GRANITE:
+            found[f"{layer}block_sparse_moe.{_GRANITE[part]}"] = array
+            continue
         head, _, tail = name.replace("block_sparse_moe", "mlp").partition(".experts.")
         if "." in tail:
             head, (number, kind, _) = head.replace("ffn", "mlp"), tail.split(".")
@@ -749,6 +755,78 @@ def _afmoe(rng: random.Random) -> Fields:
     )
 
 
+def _granite(rng: random.Random) -> Fields:
+    return _grouped(rng, rng.choice([2, 3])) | {
+        "attention_bias": rng.random() < 0.5,
+        "mlp_bias": rng.random() < 0.5,
+        "embedding_multiplier": rng.choice([1.0, 3, 12.0]),
+        "attention_multiplier": rng.choice([0.1, 0.25, 0.5]),
+        "residual_multiplier": rng.choice([1.0, 0.22, 0.6]),
+        "logits_scaling": rng.choice([1, 0.25, 0.5]),
+    }
+
+
+def _granitemoe(rng: random.Random) -> Fields:
+    return _without(_granite(rng), "mlp_bias", "head_dim") | _experts(rng, rng.choice([4, 5, 8]), "num_local_experts")
+
+
+def _granitemoeshared(rng: random.Random) -> Fields:
+    return _granitemoe(rng) | {"shared_intermediate_size": rng.choice([0, 12, 20, 20])}
+
+
+def _granitemoehybrid(rng: random.Random) -> Fields:
+    """Recurrent layers and attention; each at least once."""
+    fields, layers = _granitemoeshared(rng), rng.choice([2, 3, 4])
+    kinds = ["mamba", "attention", *rng.choices(["mamba", "linear_attention", "full_attention"], k=layers - 2)]
+    rng.shuffle(kinds)
+    groups, per = rng.choice([(1, 4), (2, 2), (4, 1), (1, 8)])
+    return fields | {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "shared_intermediate_size": rng.choice([12, 20]),
+        **({"num_local_experts": 0, "num_experts_per_tok": 0} if rng.random() < 0.3 else {}),
+        "position_embedding_type": rng.choice([None, "nope", "rope", "rope"]),
+        "mamba_n_heads": groups * per,
+        "mamba_n_groups": groups,
+        "mamba_d_state": rng.choice([4, 7, 10]),
+        "mamba_expand": (expand := rng.choice([1, 2])),
+        "mamba_d_head": rng.choice(["auto", expand * fields["hidden_size"] // (groups * per)]),
+        "mamba_d_conv": rng.choice([2, 3, 4, 6]),
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_proj_bias": rng.random() < 0.4,
+    }
+
+
+def _lfm2(rng: random.Random) -> Fields:
+    """Convolutions and attention; each at least once."""
+    layers = rng.choice([2, 3, 4])
+    fields = _without(_grouped(rng, layers), "head_dim", "rms_norm_eps")
+    kinds = ["conv", "full_attention", *rng.choices(["conv", "full_attention"], k=layers - 2)]
+    rng.shuffle(kinds)
+    return fields | {
+        "layer_types": kinds,
+        "norm_eps": rng.choice([1e-6, 1e-5, 1e-2]),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "conv_bias": rng.random() < 0.4,
+        "conv_L_cache": rng.choice([2, 3, 3, 5]),
+        "block_auto_adjust_ff_dim": rng.random() < 0.7,
+        "block_ffn_dim_multiplier": rng.choice([0.7, 1.0, 1.5]),
+        "block_multiple_of": rng.choice([1, 4, 6]),
+    }
+
+
+def _lfm2_moe(rng: random.Random) -> Fields:
+    fields = _lfm2(rng)
+    return {name: value for name, value in fields.items() if "block" not in name} | {
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "num_dense_layers": rng.choice([0, 1, 1]),
+        **_experts(rng, rng.choice([4, 5, 8])),
+        "use_expert_bias": rng.random() < 0.8,
+        "norm_topk_prob": rng.random() < 0.7,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+
+
 _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "kimi_k2": _kimi,
     "glm4_moe_lite": _glm_lite,
@@ -784,6 +862,12 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "glm5_next_text": _glm5_next_text,
     "nemotron_h": _nemotron_h,
     "bailing_hybrid": _bailing_hybrid,
+    "granite": _granite,
+    "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoeshared,
+    "granitemoehybrid": _granitemoehybrid,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "qwen3_5_text": _hybrid,
     "qwen3_5_moe_text": _hybrid_moe,
 }

@@ -64,9 +64,10 @@ ALONE = "deepseek_v4", "minimax_m3_vl_text"  # which divide padding too in trans
 
 
 def _alone(model: Any) -> bool:
-    """Whether padding changes other tokens in transformers, so that rows are run without it; also in a `Mamba2` with a
-    bias, whose convolution reads the bias of padding."""
-    return model.config.model_type in ALONE or getattr(model.config, "use_bias", False)
+    """Whether padding changes other tokens in transformers, so that rows are run without it; also in a `Mamba2` or
+    `GatedShortConv` with a bias, whose convolution reads the bias of padding."""
+    biases = "use_bias", "conv_bias", "mamba_proj_bias"
+    return model.config.model_type in ALONE or any(getattr(model.config, name, False) for name in biases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,11 @@ def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
     def listen(layer: int) -> Any:
         return lambda gate, inputs, output: routed.__setitem__(layer, output)
 
-    layers = [(i, x, getattr(x, "mlp", getattr(x, "mixer", None))) for i, x in enumerate(model.model.layers)]
+    names = "mlp", "mixer", "block_sparse_moe", "feed_forward"
+    layers = [
+        (i, x, next((getattr(x, name) for name in names if hasattr(x, name)), None))
+        for i, x in enumerate(model.model.layers)
+    ]
     gates = [(i, getattr(mlp, "gate", getattr(mlp, "router", getattr(x, "router", None)))) for i, x, mlp in layers]
     hooks = [gate.register_forward_hook(listen(i)) for i, gate in gates if gate is not None]
     with torch.no_grad():

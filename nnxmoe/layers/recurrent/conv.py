@@ -14,15 +14,19 @@ from nnxmoe.layers.cache_buffer import gather_tokens
 class ShortConv(nnx.Module):
     """Short depthwise convolution ``silu(sum_j w[j] x[t - taps + 1 + j] + bias)``, computed in float32.
 
-    The weight is ``[channels, 1, taps]``, as in checkpoints.
+    The weight is ``[channels, 1, taps]``, as in checkpoints. If ``linear``, there is no ``silu``.
     """
 
     bias: Any = None
+    linear: bool = False
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = False, **kw: Unpack[ParamOptions]):
+    def __init__(
+        self, channels: int, taps: int, *, bias: bool = False, linear: bool = False, **kw: Unpack[ParamOptions]
+    ):
         init, zeros = nnx.initializers.normal(taps**-0.5), nnx.initializers.zeros
         self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, **kw)
         self.bias = parameter((channels,), ("mlp",), zeros, **kw) if bias else None
+        self.linear = linear
 
     @property
     def taps(self) -> int:
@@ -61,7 +65,7 @@ class ShortConv(nnx.Module):
             outputs += term
         if self.bias is not None:
             outputs += jnp.broadcast_to(self.bias[...].astype(jnp.float32), outputs.shape)
-        return jax.nn.silu(outputs).astype(x.dtype), inputs
+        return (outputs if self.linear else jax.nn.silu(outputs)).astype(x.dtype), inputs
 
     def windows(
         self, inputs: Float[Array, "B _ channels"], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None
