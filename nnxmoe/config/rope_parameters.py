@@ -24,13 +24,17 @@ class Rope:
     dim: int
     theta: float
 
-    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         """Return the frequency of each pair in radians per position.
 
         Args:
-            length: Number of positions in use. Only `DynamicRope` depends on the length.
+            length: Number of positions in use. Only a `LengthDependentRope` reads the length.
         """
         return jnp.asarray(self._plain(), jnp.float32)
+
+    def length_with_cache(self, length: Int[Array, ""], capacity: int) -> Int[Array, ""] | int:
+        """Return the length that selects the frequencies of a pass with a cache of ``capacity`` tokens per row."""
+        return length
 
     def factor(self) -> float:
         """Return the factor that multiplies the cosines and sines."""
@@ -46,7 +50,7 @@ class LinearRope(Rope):
 
     scale: float
 
-    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         return jnp.asarray(self._plain() / self.scale, jnp.float32)
 
 
@@ -60,26 +64,57 @@ class ProportionalRope(Rope):
     rotated: int
     scale: float = 1.0
 
-    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         frequencies = np.where(np.arange(self.dim // 2) < self.rotated, self._plain() / self.scale, 0.0)
         return jnp.asarray(frequencies, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicRope(Rope):
+class LengthDependentRope(Rope):
+    """Rotary embedding whose frequencies change if the length exceeds ``max_positions``."""
+
+    max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicRope(LengthDependentRope):
     """Dynamic NTK scaling: theta increases with the length if the length exceeds ``max_positions``.
 
     Cached keys are not rotated again when the length increases.
     """
 
     scale: float
-    max_positions: int
 
-    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         used = jnp.maximum(length, self.max_positions).astype(jnp.float32)
         growth = self.scale * used / self.max_positions - (self.scale - 1)
         theta = self.theta * growth ** (self.dim / (self.dim - 2))
         return theta ** (-jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope(LengthDependentRope):
+    """LongRoPE: a divisor per frequency, with different divisors beyond ``max_positions`` (Ding et al. 2024).
+
+    With a cache, the cache's capacity selects the divisors, as in vLLM, because cached keys are not rotated again.
+    transformers selects them by the length instead, and computes all keys again when the length exceeds the limit.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    attention_factor: float
+
+    def length_with_cache(self, length: Int[Array, ""], capacity: int) -> int:
+        return capacity
+
+    def factor(self) -> float:
+        return self.attention_factor
+
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
+        short, long = (
+            jnp.asarray(self._plain() / factor, jnp.float32) for factor in (self.short_factor, self.long_factor)
+        )
+        return jnp.where(length > self.max_positions, long, short)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +126,7 @@ class Llama3Rope(Rope):
     high_freq_factor: float
     original_positions: int
 
-    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         unscaled = self._plain()
         turns = self.original_positions * unscaled / (2 * np.pi)
         ramp = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
@@ -116,7 +151,7 @@ class YarnRope(Rope):
     def factor(self) -> float:
         return self.attention_factor
 
-    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+    def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         low, high = self._dimension(self.beta_fast), self._dimension(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -143,7 +178,16 @@ _RANGES = {"rope_theta": Number(1.0, 1e15), "factor": Number(1e-3, 1e6)}
 # Fields of a rope object that describe the three dimensions of image and video positions.
 MROPE_FIELDS = " ".join(f"rope_{x}.mrope_{y}" for x in ("scaling", "parameters") for y in ("section", "interleaved"))
 FIELDS = frozenset(
-    {*NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings", "partial_rotary_factor"}
+    {
+        *NUMBERS,
+        "rope_type",
+        "type",
+        "truncate",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "short_factor",
+        "long_factor",
+    }
 )
 
 
@@ -183,7 +227,7 @@ def rope_from_fields(
     if scaling_type == "dynamic" and dim < 4:
         raise ConfigError(f"{width}: dynamic rope needs a width of at least 4, got {dim}")
     if scaling_type == "dynamic":
-        return DynamicRope(dim, theta, _number(fields, "factor"), positions)
+        return DynamicRope(dim, theta, positions, _number(fields, "factor"))
     original_positions: int = original or fields.get("original_max_position_embeddings") or positions
     if scaling_type == "llama3":
         low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
@@ -199,9 +243,27 @@ def rope_from_fields(
         betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
         truncate = fields.get("truncate", True)
         return YarnRope(dim, theta, scale, original_positions, *betas, truncate, _yarn_attention(fields, scale))
+    if scaling_type == "longrope":
+        return _long_rope(fields, dim, theta, original_positions, positions / original_positions)
     raise ConfigError(
-        f"rope type {short(scaling_type)} is not supported; supported: default, linear, dynamic, llama3, yarn"
+        f"rope type {short(scaling_type)} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
     )
+
+
+def _long_rope(fields: Mapping[str, Any], dim: int, theta: float, original: int, default_scale: float) -> LongRope:
+    """Build a `LongRope`. The attention factor defaults to ``sqrt(1 + log(scale) / log(original))``."""
+    short_factor, long_factor = (_divisors(fields, name, dim // 2) for name in ("short_factor", "long_factor"))
+    scale = _number(fields, "factor", default_scale)
+    default_factor = math.sqrt(1 + math.log(max(scale, 1.0)) / math.log(max(original, 2)))
+    attention_factor = _number(fields, "attention_factor", default_factor)
+    return LongRope(dim, theta, original, short_factor, long_factor, attention_factor)
+
+
+def _divisors(fields: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list | tuple) or len(values) != count:
+        raise ConfigError(f"rope: {name} must list {count} numbers, one per frequency, got {short(values)}")
+    return tuple(_check(name, value) for value in values)
 
 
 def _check_rope_fields(fields: Mapping[str, Any]) -> None:

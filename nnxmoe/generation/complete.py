@@ -178,13 +178,17 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
 
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
-    """Round ``tokens`` up to one of a few cache sizes.
+    # `SMALLEST_CACHE` is the minimum for all rows together. As a minimum per row, it would slow down 8 rows of the
+    # demo by a factor of three (two CPU cores).
+    return cache_capacity(model, tokens, max(SMALL, SMALLEST_CACHE // slots))
 
-    Never rounds past the length beyond which rotary embeddings depend on the longest row of the batch.
+
+def cache_capacity(model: CausalLM, tokens: int, smallest: int) -> int:
+    """Round ``tokens`` up to one of a few cache sizes, because each size needs a separate compilation.
+
+    Never rounds past the length beyond which the rotary frequencies change.
     """
-    # Each size needs a separate compilation, so there are few sizes. `SMALLEST_CACHE` is the minimum for all rows
-    # together. As a minimum per row, it would slow down 8 rows of the demo by a factor of three (two CPU cores).
-    size, max_positions = bucket_size(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
+    size, max_positions = bucket_size(tokens, smallest), model.fixed_positions
     return size if max_positions is None else min(size, max(tokens, max_positions))
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Integer
 from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_type
-from nnxmoe.generation.complete import Prompt, encode_prompt
+from nnxmoe.generation.complete import Prompt, cache_capacity, encode_prompt
 from nnxmoe.generation.draft_cost import DraftOption
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint
@@ -73,7 +73,7 @@ def generate(
     options = RequestOptions(max_new_tokens, 0, sampling, eos, seed, return_routing=return_routing)
     # Dynamic NTK scaling depends on the longest row of the batch. transformers keeps extending finished rows. With
     # dynamic scaling, finished rows are therefore extended here too.
-    end_ids = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
+    end_ids = set(eos) if model.coupled_positions is not None and len(tokens) > 1 else set[int]()
     if end_ids and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
             f"{sampling}: with dynamic rotary embeddings, finished rows keep growing, so min_new_tokens and "
@@ -190,7 +190,7 @@ def _requests(
     ids, valid = left_pad(tokens, attention_mask)
     rows, length = ids.shape
     is_small_batch = rows <= SMALLEST_BATCH  # with more rows, padding costs more time than compiling a program
-    capacity = bucket_size(length + options.max_new_tokens, SMALLEST_CACHE if is_small_batch else SMALL)
+    capacity = cache_capacity(model, length + options.max_new_tokens, SMALLEST_CACHE if is_small_batch else SMALL)
     chunked = model.token_independent() and (is_small_batch or length > LARGE)
     sizes = chunk_sizes(length) if chunked else [bucket_size(length, 16)]
     engine = Engine(

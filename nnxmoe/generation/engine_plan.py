@@ -127,6 +127,7 @@ def plan_engine(
         _check_rotary_capacity(model, capacity)
         grouping = as_one_large_chunk if resolved is None else one_by_one
     lookahead = 0 if resolved is None else resolved.count
+    _check_lookahead(model, capacity, lookahead)
     cache_size = CacheSize(capacity + lookahead, lookahead)
     bytes_per_prefix = cache_bytes(model, batch_shards, cache_size)
     plan = EnginePlan(
@@ -171,11 +172,21 @@ def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, c
 
 
 def _check_rotary_capacity(model: CausalLM, capacity: int) -> None:
-    length = model.fixed_positions
+    length = model.coupled_positions
     if length is not None and capacity > length:
         raise ValueError(
             f"capacity={capacity}: the rotary embedding of this model depends on the longest row beyond {length} "
             "tokens, so requests would affect each other. Reduce capacity to this length, or use generate()"
+        )
+
+
+def _check_lookahead(model: CausalLM, capacity: int, lookahead: int) -> None:
+    """Raise ValueError if only the draft's tokens exceed the capacity that selects a model's rotary frequencies."""
+    length = model.fixed_positions
+    if model.coupled_positions is None and length is not None and capacity <= length < capacity + lookahead:
+        raise ValueError(
+            f"capacity={capacity}: with {lookahead} draft tokens, the cache exceeds the {length} positions beyond "
+            f"which the rotary frequencies change. Generate without a draft, or use a capacity of {length - lookahead}"
         )
 
 

@@ -149,9 +149,11 @@ class Context:
             rotation = compute_rotation(rope, self.positions, self.valid)
         return rotate(x, rotation)
 
-    def _with_rotations(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
+    def _with_rotations(
+        self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"], capacity: int | None = None
+    ) -> Self:
         """Return a copy of the context with ``positions`` and the rotations of all layers."""
-        rotations = Rotations({rope: compute_rotation(rope, positions, self.valid) for rope in ropes})
+        rotations = Rotations({rope: compute_rotation(rope, positions, self.valid, capacity) for rope in ropes})
         return dataclasses.replace(self, positions=positions, rotations=rotations)
 
     @classmethod
@@ -185,7 +187,8 @@ class Context:
             advanced_cache, past = cache.advance(shape[1], valid, segment)
             positions = jnp.maximum(index, 0) if positions is None else positions
         context = cls(index, valid, segment, past, key, tokens, fresh=fresh and cache is not None)
-        return context._with_rotations(ropes, jnp.asarray(positions)), advanced_cache
+        capacity = None if cache is None else cache.capacity
+        return context._with_rotations(ropes, jnp.asarray(positions), capacity), advanced_cache
 
     def append_to_cache(
         self, cache: TokenCache | None, new: PyTree, window: int | None

@@ -41,16 +41,19 @@ RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]
 """Applies a `Rotation` to heads ``x``. If the `Rotation` has more tokens than ``x``, the last T tokens are used."""
 
 
-def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
+def compute_rotation(
+    rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, capacity: int | None = None
+) -> Rotation:
     """Compute the `Rotation` of tokens at ``positions``.
 
     Args:
         rope: Rotary position embedding.
         positions: Position of each token.
         valid: False for padding. Some ropes select the frequencies by the sequence length, which excludes padding.
+        capacity: Capacity of the cache. None without a cache.
     """
-    valid_positions = positions if valid is None else jnp.where(valid, positions, 0)
-    frequencies = rope.frequencies(jnp.max(valid_positions) + 1)
+    length = jnp.max(positions if valid is None else jnp.where(valid, positions, 0)) + 1
+    frequencies = rope.frequencies(length if capacity is None else rope.length_with_cache(length, capacity))
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
     return Rotation(jnp.cos(angles) * rope.factor(), jnp.sin(angles) * rope.factor())
 

@@ -19,7 +19,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.rope_parameters import DynamicRope
+from nnxmoe.config.rope_parameters import DynamicRope, LengthDependentRope
 from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.cache import Cache, format_caches
@@ -480,11 +480,16 @@ class CausalLM(nnx.Module):
 
     @property
     def fixed_positions(self) -> int | None:
-        """Number of positions beyond which the frequencies of a `DynamicRope` depend on the longest row's length.
+        """Number of positions beyond which the rotary frequencies change. None if the frequencies are constant."""
+        return min((rope.max_positions for rope in self.ropes if isinstance(rope, LengthDependentRope)), default=None)
+
+    @property
+    def coupled_positions(self) -> int | None:
+        """Number of positions beyond which the longest row affects the frequencies of all rows, also with a cache.
 
         None if the model has no `DynamicRope`.
         """
-        return min((rope.max_positions for rope in self.ropes if isinstance(rope, DynamicRope)), default=None)
+        return self.fixed_positions if any(isinstance(rope, DynamicRope) for rope in self.ropes) else None
 
 
 def check_model(model: object) -> None:

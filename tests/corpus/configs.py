@@ -138,7 +138,7 @@ OWN: dict[str, list[tuple[str, Any]]] = {
 
 ROPES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("an unknown type", {"type": "magic"}, ("magic",)),
-    ("a type that is not computed", {"rope_type": "longrope", "factor": 2.0}, ("longrope",)),
+    ("a type that is not computed", {"rope_type": "proportional", "factor": 2.0}, ("proportional",)),
     ("a type that is a list", {"rope_type": ["yarn"]}, ("yarn",)),
     ("no factor", {"type": "linear"}, ("factor",)),
     ("a factor of 0", {"type": "linear", "factor": 0}, ("factor",)),

@@ -783,6 +783,37 @@ def test_capacities_are_not_rounded_beyond_fixed_positions() -> None:
     assert found.ids == tuple(nnxmoe.generate(model, [prompt], max_new_tokens=12, eos_token_id=None)[0, 25:].tolist())
 
 
+LONG_ROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+
+
+@pytest.mark.slow
+def test_long_rope_follows_the_capacity_of_a_cache() -> None:
+    """Steps with a cache equal one pass over a row that is, or is not, longer than the original context."""
+    rope = LONG_ROPE | {"original_max_position_embeddings": 16}
+    model = build_tiny("llama", nnxmoe.Strategy(), dtype="float32", head_dim=8, rope_scaling=rope)
+    ids = np.random.default_rng(0).integers(3, VOCAB, (1, 20))
+    for length, capacity in ((16, 16), (20, 20)):
+        cache, rows = model.empty_cache(1, capacity), []
+        for i in range(length):
+            out = model(ids[:, i : i + 1], cache=cache)
+            cache = out.cache
+            rows.append(np.asarray(out.logits[:, 0]))
+        np.testing.assert_allclose(np.stack(rows, axis=1), model(ids[:, :length]).logits, atol=2e-5)
+    assert np.abs(model(ids).logits[:, :16] - model(ids[:, :16]).logits).max() > 1e-3
+    for length in (16, 20):  # an engine of that capacity, and generation
+        (found,) = [run(Engine(model, slots=2, capacity=length), [(ids[0, :9].tolist(), RequestOptions(length - 9))])]
+        expected = nnxmoe.generate(model, ids[:, :9], max_new_tokens=length - 9, eos_token_id=None)
+        assert list(found[0].ids) == expected[0, 9:].tolist()
+        if length == 20:
+            continue
+        greedy = ids[:, :9]
+        while greedy.shape[1] < length:
+            greedy = np.concatenate([greedy, np.asarray(model(greedy).logits[:, -1:].argmax(-1))], axis=1)
+        assert np.array_equal(greedy, expected)
+    with pytest.raises(ValueError, match=r"capacity=15: with 4 draft tokens, the cache exceeds the 16 positions"):
+        Engine(model, slots=1, capacity=15, draft=nnxmoe.PromptLookup(4))
+
+
 # A mesh
 
 
