@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
     from nnxmoe.models.dots1 import Dots1, Dots1Config
     from nnxmoe.models.ernie4_5_moe import Ernie45Moe, Ernie45MoeConfig, Ernie45VLMoeTextConfig
+    from nnxmoe.models.exaone4 import Exaone4, Exaone4Config
     from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
+    from nnxmoe.models.gemma3 import Gemma3Text, Gemma3TextConfig
     from nnxmoe.models.gemma4 import Gemma4Text, Gemma4TextConfig
     from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig, Glm4vMoeTextConfig
     from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
@@ -64,7 +66,9 @@ if TYPE_CHECKING:
     from nnxmoe.models.mistral4 import Mistral4, Mistral4Config
     from nnxmoe.models.mixtral import Mixtral, MixtralConfig
     from nnxmoe.models.nemotron_h import NemotronH, NemotronHConfig
+    from nnxmoe.models.olmo3 import Olmo3, Olmo3Config
     from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
+    from nnxmoe.models.phi3 import Phi3, Phi3Config
     from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
     from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
     from nnxmoe.models.qwen3_5 import Qwen3_5MoeText, Qwen3_5MoeTextConfig, Qwen3_5Text, Qwen3_5TextConfig
@@ -79,6 +83,7 @@ if TYPE_CHECKING:
     )
     from nnxmoe.models.sarvam_mla import SarvamMLA, SarvamMLAConfig
     from nnxmoe.models.sarvam_moe import SarvamMoE, SarvamMoEConfig
+    from nnxmoe.models.smollm3 import SmolLM3, SmolLM3Config
     from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
     from nnxmoe.models.step3p5 import Step3p5, Step3p5Config
 
@@ -86,20 +91,21 @@ __all__ = [
     "CHECKPOINT_NOTES", "FAMILIES", "HUB_IDS", "MODELS", "PRESETS", "Afmoe", "AfmoeConfig", "BailingHybrid",
     "BailingHybridConfig", "DeepSeekV2", "DeepSeekV2Config", "DeepSeekV3", "DeepSeekV3Config", "DeepSeekV4",
     "DeepSeekV4Config", "DeepSeekV32", "DeepSeekV32Config", "Dots1", "Dots1Config", "Ernie45Moe", "Ernie45MoeConfig",
-    "Ernie45VLMoeTextConfig", "ExaoneMoe", "ExaoneMoeConfig", "Family", "Gemma4Text", "Gemma4TextConfig", "Glm4Moe",
-    "Glm4MoeConfig", "Glm4MoeLite", "Glm4MoeLiteConfig", "Glm4vMoeTextConfig", "Glm5NextText", "Glm5NextTextConfig",
-    "GlmMoeDsa", "GlmMoeDsaConfig", "GptOss", "GptOssConfig", "Granite", "GraniteConfig", "GraniteMoe",
-    "GraniteMoeConfig", "GraniteMoeHybrid", "GraniteMoeHybridConfig", "GraniteMoeSharedConfig", "HyV3", "HyV3Config",
-    "KimiK2", "KimiK2Config", "KimiLinear", "KimiLinearConfig", "Laguna", "LagunaConfig", "Lfm2", "Lfm2Config",
-    "Lfm2MoeConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig", "MiMoV2Flash", "MiMoV2FlashConfig", "MiniMaxM2",
-    "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig", "Ministral3", "Ministral3Config", "Mistral4",
-    "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig", "NemotronH", "NemotronHConfig", "Olmoe",
-    "OlmoeConfig", "Qwen2", "Qwen2Config", "Qwen2Moe", "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe",
+    "Ernie45VLMoeTextConfig", "Exaone4", "Exaone4Config", "ExaoneMoe", "ExaoneMoeConfig", "Family", "Gemma3Text",
+    "Gemma3TextConfig", "Gemma4Text", "Gemma4TextConfig", "Glm4Moe", "Glm4MoeConfig", "Glm4MoeLite",
+    "Glm4MoeLiteConfig", "Glm4vMoeTextConfig", "Glm5NextText", "Glm5NextTextConfig", "GlmMoeDsa", "GlmMoeDsaConfig",
+    "GptOss", "GptOssConfig", "Granite", "GraniteConfig", "GraniteMoe", "GraniteMoeConfig", "GraniteMoeHybrid",
+    "GraniteMoeHybridConfig", "GraniteMoeSharedConfig", "HyV3", "HyV3Config", "KimiK2", "KimiK2Config", "KimiLinear",
+    "KimiLinearConfig", "Laguna", "LagunaConfig", "Lfm2", "Lfm2Config", "Lfm2MoeConfig", "Llama", "LlamaConfig",
+    "Mellum", "MellumConfig", "MiMoV2Flash", "MiMoV2FlashConfig", "MiniMaxM2", "MiniMaxM2Config", "MiniMaxM3VLText",
+    "MiniMaxM3VLTextConfig", "Ministral3", "Ministral3Config", "Mistral4", "Mistral4Config", "MistralConfig", "Mixtral",
+    "MixtralConfig", "NemotronH", "NemotronHConfig", "Olmo3", "Olmo3Config", "Olmoe", "OlmoeConfig", "Phi3",
+    "Phi3Config", "Qwen2", "Qwen2Config", "Qwen2Moe", "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe",
     "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig", "Qwen3OmniMoeTextConfig", "Qwen3VLMoeText",
     "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig", "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text",
-    "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE", "SarvamMoEConfig", "SolarOpen", "SolarOpenConfig",
-    "Step3p5", "Step3p5Config", "config_class", "config_from_hf", "family_of", "is_registered", "model_class",
-    "near_presets", "parse_config", "preset", "refuse_preset", "register",
+    "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE", "SarvamMoEConfig", "SmolLM3", "SmolLM3Config",
+    "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf", "family_of",
+    "is_registered", "model_class", "near_presets", "parse_config", "preset", "refuse_preset", "register",
 ]  # fmt: skip
 
 

@@ -5,11 +5,11 @@ Only sliding-window layers rotate queries and keys. Multi-token prediction layer
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from nnxmoe.axes import ParamOptions
-from nnxmoe.config.bounds import ConfigError, count, per_layer
-from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.bounds import count, per_layer
+from nnxmoe.config.layer_types import FULL, SLIDING, PatternWindowsConfig
 from nnxmoe.layers.context import Attention
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
@@ -19,11 +19,10 @@ from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExaoneMoeConfig(LayerWindowsConfig):
+class ExaoneMoeConfig(PatternWindowsConfig):
     """Config of K-EXAONE.
 
     Attributes:
-        sliding_window_pattern: Interval between full-attention layers. Used if ``layer_types`` is null.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
             dense.
     """
@@ -44,7 +43,6 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     num_key_value_heads: int | None = 32
     rms_norm_eps: float = 1e-5
     sliding_window: int = count(4096)
-    sliding_window_pattern: int | str | None = 4
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
     first_k_dense_replace: int = count(1, least=0)
     moe_intermediate_size: int = count(1024, most=2**24)
@@ -59,19 +57,8 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     eos_token_id: int | Sequence[int] | None = 53
     pad_token_id: int | None = 0
 
-    def _check(self) -> None:
-        interval = self.sliding_window_pattern
-        if self.layer_types is None and (type(interval) is not int or interval < 1):
-            raise ConfigError(f"sliding_window_pattern {interval!r} must be an integer >= 1 if layer_types is null")
-        super()._check()
-
     def _check_experts(self) -> None:
         check_groups(self)
-
-    @property
-    def attention_types(self) -> Sequence[str]:
-        interval: Any = self.sliding_window_pattern  # an integer if layer_types is null
-        return self.layer_types or [SLIDING if (i + 1) % interval else FULL for i in range(self.num_hidden_layers)]
 
 
 class ExaoneMoe(NormedHeads, DenseOrMoE):

@@ -24,17 +24,15 @@ from nnxmoe.layers.attention.cross_layer import CrossLayerAttention, ValueNormGQ
 from nnxmoe.layers.attention.gqa import QKNorm
 from nnxmoe.layers.context import Attention
 from nnxmoe.layers.embed import Embed, ScaledEmbed
-from nnxmoe.layers.linear.head_kernel import CappedKernel
-from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.per_layer import OutputScale, PerLayerEmbed, PerLayerInput
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Ids
 from nnxmoe.models.shared.gemma4_names import HF_GEMMA4, MAXTEXT_GEMMA4
 from nnxmoe.models.shared.gemma_layers import EdgeLayer, GemmaLayer
+from nnxmoe.models.shared.gemma_model import GemmaModel
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router_variants import ScaledRouter
 from nnxmoe.moe.selection import SoftmaxTopK
@@ -210,7 +208,7 @@ class Gemma4TextConfig(LayerRopesConfig):
         return (self.num_experts or 0) if self.enable_moe_block else 0
 
 
-class Gemma4Text(CausalLM):
+class Gemma4Text(GemmaModel):
     """The text model of Gemma 4."""
 
     configs = (Gemma4TextConfig,)
@@ -224,7 +222,7 @@ class Gemma4Text(CausalLM):
 
     def __init__(self, config: Gemma4TextConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.logit_cap, self.passes_layer_state = config.final_logit_softcapping, config.passes_layer_state
+        self.passes_layer_state = config.passes_layer_state
 
     def layer_type(self, index: int) -> Hashable:
         c = self.config
@@ -236,10 +234,6 @@ class Gemma4Text(CausalLM):
 
     def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out D"]:
         return x[0] if self.passes_layer_state else x
-
-    def head_weight(self) -> Kernel:
-        kernel = super().head_weight()
-        return kernel if self.logit_cap is None else CappedKernel(kernel, self.logit_cap)
 
     def layer(
         self, index: int, form: type[Layer] = GemmaLayer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any

@@ -158,6 +158,16 @@ MODULES: dict[str, ModuleEntry] = {
         "Lfm2ForCausalLM Lfm2MoeForCausalLM",
         "lfm2-1.2b lfm2.5-2.6b lfm2-8b-a1b",
     ),
+    "smollm3": ModuleEntry("smollm3", "SmolLM3 SmolLM3Config", "SmolLM3ForCausalLM", "smollm3-3b"),
+    "olmo3": ModuleEntry("olmo3", "Olmo3 Olmo3Config", "Olmo3ForCausalLM", "olmo-3-7b olmo-3-32b"),
+    "phi3": ModuleEntry("phi3", "Phi3 Phi3Config", "Phi3ForCausalLM", "phi-4 phi-4-mini"),
+    "gemma3": ModuleEntry(
+        "gemma3_text",
+        "Gemma3Text Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        "gemma-3-270m gemma-3-1b gemma-3-4b gemma-3-12b gemma-3-27b",
+    ),
+    "exaone4": ModuleEntry("exaone4", "Exaone4 Exaone4Config", "Exaone4ForCausalLM", "exaone-4.0-1.2b exaone-4.0-32b"),
 }
 MODULE_OF_TYPE = {name: module for module, entry in MODULES.items() for name in entry.model_types.split()}
 MODULE_OF_CLASS = {name: module for module, entry in MODULES.items() for name in entry.classes.split()}

@@ -9,7 +9,7 @@ from typing import Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
-from nnxmoe.config.layer_types import LayerWindowsConfig
+from nnxmoe.config.layer_types import OptionalWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.model.family import Family, MaxTextNames
 from nnxmoe.models.llama import FAMILY as LLAMA
@@ -19,8 +19,8 @@ from nnxmoe.models.shared.tables import MAXTEXT_QK_NORM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2Config(LayerWindowsConfig):
-    """Config of Qwen2. If ``use_sliding_window`` is False, no layer has a sliding window."""
+class Qwen2Config(OptionalWindowsConfig):
+    """Config of Qwen2."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -31,17 +31,7 @@ class Qwen2Config(LayerWindowsConfig):
     intermediate_size: int = 22016
     num_key_value_heads: int | None = 32
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
     max_window_layers: int = count(28, least=0)
-
-    @property
-    def needed_for_windows(self) -> str:
-        used, window = self.use_sliding_window, self.sliding_window
-        return f"use_sliding_window true and a sliding_window; got {used} and {window}"
-
-    @property
-    def layer_window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

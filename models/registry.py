@@ -25,10 +25,10 @@ RELATIVES = {
     "mixtral": "minimax phimoe jamba",
     "qwen3_moe": "hunyuan_v1_moe",
     "olmoe": "flex_olmo",
-    "qwen3": "olmo2 olmo3 gemma3",
+    "qwen3": "olmo2",
     "qwen2": "qwen2_vl qwen2_5_vl",
     "mistral": "ministral",
-    "llama": "gemma gemma2 internlm2 llama4 phi3 smollm3 stablelm",
+    "llama": "gemma gemma2 internlm2 llama4 stablelm",
 }
 
 

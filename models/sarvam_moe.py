@@ -11,7 +11,7 @@ from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.shared.tables import HF_DECODER, Hf
+from nnxmoe.models.shared.tables import HF_DECODER, Hf, hf_fused_qkv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,7 @@ _HF: Hf = HF_DECODER | HF_GROUPED_EXPERTS
 
 def _published_rows(config: SarvamMoEConfig) -> Hf:
     """Return rows with the published names. The spans of the fused queries, keys and values depend on the config."""
-    heads, groups = config.num_attention_heads, config.kv_heads
-    total = heads + 2 * groups
-    spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}
-    rows = dict(_RENAMED)
-    for x, span in spans.items():
-        for end, hf_end in (("kernel", "weight"), ("bias", "bias")):
-            rows[f"layer.attention.{x}.{end}"] = W(f"attention.query_key_value.{hf_end}").rows(*span)
+    rows = _RENAMED | hf_fused_qkv(config, "attention.query_key_value")
     return {key: (published, *options(_HF, key)) for key, published in rows.items()}
 
 

@@ -35,6 +35,18 @@ def hf_mamba2(block: str) -> Hf:
     return {f"layer.attention.{key}": W(f"{block}.{name}") for key, name in names.items()}
 
 
+def hf_fused_qkv(config: Any, block: str) -> dict[str, W]:
+    """Return the name-table rows for queries, keys and values in one tensor of submodule ``block`` of a layer."""
+    heads, groups = config.num_attention_heads, config.kv_heads
+    total = heads + 2 * groups
+    spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}
+    return {
+        f"layer.attention.{x}.{end}": W(f"{block}.{name}").rows(*span)
+        for x, span in spans.items()
+        for end, name in (("kernel", "weight"), ("bias", "bias"))
+    }
+
+
 # Rows for the parameters of most decoders. Rows without a parameter in the model are ignored.
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.partial_rotary import FACTOR
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields
@@ -56,6 +57,49 @@ class LayerWindowsConfig(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OptionalWindowsConfig(LayerWindowsConfig):
+    """Config with the field ``use_sliding_window``. If it is False, no layer has a sliding window."""
+
+    use_sliding_window: bool = False
+
+    @property
+    def needed_for_windows(self) -> str:
+        used, window = self.use_sliding_window, self.sliding_window
+        return f"use_sliding_window true and a sliding_window; got {used} and {window}"
+
+    @property
+    def layer_window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatternWindowsConfig(LayerWindowsConfig):
+    """Config with ``sliding_window_pattern``, the interval between full-attention layers.
+
+    The field is used if ``layer_types`` is null. If ``sliding_window`` is null, all layers are full attention.
+    """
+
+    sliding_window_pattern: int | str | None = 4
+
+    def _check(self) -> None:
+        interval = self.sliding_window_pattern
+        is_used = self.layer_types is None and self.layer_window is not None
+        if is_used and (type(interval) is not int or interval < 1):
+            raise ConfigError(f"sliding_window_pattern {interval!r} must be an integer >= 1 if layer_types is null")
+        super()._check()
+
+    @property
+    def attention_types(self) -> Sequence[str]:
+        interval: Any = self.sliding_window_pattern  # an integer if used
+        return self.layer_types or interleaved_types(self.num_hidden_layers, self.layer_window and interval)
+
+
+def interleaved_types(num_layers: int, interval: int | None) -> list[str]:
+    """Return the layer types if every ``interval``-th layer is full attention. None means all layers."""
+    return [SLIDING if interval and (i + 1) % interval else FULL for i in range(num_layers)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRopesConfig(LayerWindowsConfig):
     """Config with one rotary embedding per layer type.
 
@@ -73,16 +117,16 @@ class LayerRopesConfig(LayerWindowsConfig):
         super().__post_init__()
 
     def _check(self) -> None:
-        if self.rope_scaling is not None:
-            raise ConfigError(
-                f"rope_scaling {short(self.rope_scaling)} is not supported: set rope_parameters per layer type"
-            )
         super()._check()
         for attention_type in {*self.attention_types}:
             self.rope_of(attention_type)
 
     def rope_fields_of(self, attention_type: str) -> Mapping[str, Any]:
         """Return the rope object of a layer type. Raises ConfigError if the object or ``rope_theta`` is missing."""
+        if self.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling {short(self.rope_scaling)} is not supported: set rope_parameters per layer type"
+            )
         fields = (self.rope_parameters or self.default_ropes).get(attention_type)
         if not isinstance(fields, Mapping):
             raise ConfigError(f"rope_parameters has no object for {attention_type!r} layers, got {short(fields)}")
@@ -107,6 +151,34 @@ class LayerRopesConfig(LayerWindowsConfig):
                 del unknown[name]
                 unknown |= {f"{name}.{key}": rope[key] for key in rope.keys() - cls.rope_keys}
         return unknown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledFullRopeConfig(LayerRopesConfig):
+    """Config whose full-attention layers may scale their rotary embedding.
+
+    Files have either ``rope_parameters`` per layer type, or ``rope_theta`` and ``rope_scaling`` of the full-attention
+    layers. Sliding-window layers without a rope object have the plain embedding with `sliding_theta`.
+    """
+
+    default_ropes = FrozenDict({FULL: {}, SLIDING: {}})
+
+    @property
+    def sliding_theta(self) -> float:
+        """``rope_theta`` of sliding-window layers without a rope object."""
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        if unknown := {*(self.rope_parameters or ())} - {FULL, SLIDING}:
+            raise ConfigError(f"rope_parameters has the field {short(min(unknown))}: set one object per layer type")
+        super()._check()
+
+    def rope_fields_of(self, attention_type: str) -> Mapping[str, Any]:
+        is_full, given = attention_type == FULL, (self.rope_parameters or {}).get(attention_type) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"rope_parameters: {attention_type} must be an object or null, got {short(given)}")
+        fields = {"rope_type": "default", "rope_theta": self.rope_theta if is_full else self.sliding_theta}
+        return {**fields, **given, **(self.rope_scaling or {} if is_full else {})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -52,9 +53,9 @@ class Layer(nnx.Module):
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
+        attention_norm: Callable[[Array], Array],
         attention: Attention,
-        feed_forward_norm: RMSNorm,
+        feed_forward_norm: Callable[[Array], Array],
         feed_forward: FeedForward,
         *,
         post_norms: tuple[RMSNorm | None, RMSNorm | None] = (None, None),
@@ -64,7 +65,7 @@ class Layer(nnx.Module):
         self.store_feed_forward(feed_forward, norm=feed_forward_norm, post_norm=post_norms[1])
         self.scale = scale
 
-    def store_feed_forward(self, part: "FeedForward | EmptyPart", **modules: nnx.Module | None) -> None:
+    def store_feed_forward(self, part: "FeedForward | EmptyPart", **modules: Callable[..., Any] | None) -> None:
         """Assign the feed-forward to the attribute named by ``part.name`` (default ``mlp``).
 
         Args:
@@ -206,6 +207,19 @@ class SingleLayer(Layer):
             return LayerOutput(x + update, cache, info)
         update, cache = self.attention_branch(x, context=context, cache=cache)
         return LayerOutput(context.output_tokens(x) + update, cache, None)
+
+
+class PostNormLayer(Layer):
+    """A layer with norms of the outputs only: ``x + norm(attention(x))``, then ``x + norm(feed_forward(x))``.
+
+    Source: OLMo 2 (Walsh et al. 2025).
+    """
+
+    def __init__(
+        self, attention_norm: RMSNorm, attention: Attention, feed_forward_norm: RMSNorm, feed_forward: FeedForward
+    ):
+        norms = attention_norm, feed_forward_norm
+        super().__init__(jax.nn.identity, attention, jax.nn.identity, feed_forward, post_norms=norms)
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer]

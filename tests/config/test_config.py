@@ -324,6 +324,46 @@ DEFAULTS["sarvam_mla"] = {
     "routed_scaling_factor": 2.5,
     "sparse_layers": (False, *(True,) * 31),
 }
+DEFAULTS["smollm3"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 2e6,
+    "kv_heads": 4,
+    "windows": (None,) * 36,
+    "rotated_layers": [True, True, True, False] * 9,
+    "tie_word_embeddings": True,
+}
+DEFAULTS["olmo3"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "kv_heads": 32,
+    "windows": (4096, 4096, 4096, None) * 8,
+    "eos_token_id": 50279,
+}
+DEFAULTS["phi3"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "kv_heads": 32,
+    "rope_dim": 96,
+    "window": None,
+    "original_max_position_embeddings": 4096,
+}
+DEFAULTS["gemma3_text"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_theta": 1e4,
+    "kv_heads": 4,
+    "head_width": 256,
+    "query_scale": 1 / 16,
+    "windows": ((4096,) * 5 + (None,)) * 4 + (4096, 4096),
+    "tie_word_embeddings": True,
+}
+DEFAULTS["exaone4"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "kv_heads": 32,
+    "windows": (4096, 4096, 4096, None) * 8,
+    "eos_token_id": 2,
+}
 DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
 DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"attention_bias": False}
 
@@ -331,7 +371,7 @@ DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"attention_bias": False}
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_defaults_of_absent_fields(kind: str) -> None:
     config = read(kind, **(FAMILIES[kind].required if kind in FAMILIES else {}))
-    for name, value in (DEFAULTS[kind] | {"tie_word_embeddings": False, "hidden_act": "silu"}).items():
+    for name, value in ({"tie_word_embeddings": False, "hidden_act": "silu"} | DEFAULTS[kind]).items():
         assert getattr(config, name) == value, name
     assert isinstance(config.rope, Rope) and type(config.rope) is Rope
     assert config.rope.theta == DEFAULTS[kind]["rope_theta"]
@@ -515,8 +555,38 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_bias": "false"}, "attention_bias .* 'false'"),
     ("llama", {"mlp_bias": None}, "mlp_bias .* None"),
     ("llama", {"rope_scaling": "yarn"}, "rope_scaling must be an object or null, got 'yarn'"),
-    ("llama", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
-    ("qwen2", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope type 'longrope' is not supported"),
+    ("llama", {"rope_scaling": {"type": "su"}}, "rope type 'su' is not supported"),
+    ("llama", {"rope_scaling": {"type": "longrope"}}, "rope: short_factor must list 64 numbers, .* got None"),
+    (
+        "qwen2",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0]}},
+        "rope: long_factor must list 64 numbers, one per frequency",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [0] * 64}},
+        "rope: long_factor must be a positive number|rope: long_factor 0 is out of range",
+    ),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported for phi3"),
+    ("phi3", {"rope_scaling": {"type": "su"}}, "rope: short_factor must list 48 numbers"),
+    ("phi3", {"partial_rotary_factor": 0.01}, "rotates no dimensions"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias True is not supported"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers \(1, 0\) must list 1 or 0 for each of the 36 layers"),
+    ("smollm3", {"no_rope_layers": [2] * 36}, "no_rope_layers .* must list 1 or 0"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive integer, got 0"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "use_sliding_window true and a sliding_window; got False"),
+    ("olmo3", {"rope_theta": 1e4}, "rope_theta 10000.0 is not supported without rope_parameters"),
+    ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters has the field 'rope_theta': set one object"),
+    ("olmo3", {"rope_scaling": [1]}, r"rope_scaling must be an object or null, got \[1\]"),
+    ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "factor 8.0 has no effect without a rope_type"),
+    ("olmo3", {"sliding_window": None}, "'sliding_attention' layers, which need a sliding_window: got None"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; supported: None"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern 0 must be an integer >= 1"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive integer, got 0"),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' must be an integer >= 1"),
+    ("exaone4", {"layer_types": ["chunked"] * 32}, "layer_types: 'chunked' is not supported"),
     ("llama", {"auto_map": {"AutoConfig": "a.B"}, "rope_scaling": {"type": "su", "long_factor": [1]}}, "type 'su'"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, got None"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor .* 0"),
@@ -1196,6 +1266,18 @@ SIZES = {
     "ling-3.0-tiny": 7.9e9,
     "trinity-nano": 6e9,
     "trinity-mini": 26e9,
+    "smollm3-3b": 3.08e9,
+    "olmo-3-7b": 7.3e9,
+    "olmo-3-32b": 32.2e9,
+    "phi-4": 14.7e9,
+    "phi-4-mini": 3.84e9,
+    "gemma-3-270m": 268e6,
+    "gemma-3-1b": 1.0e9,
+    "gemma-3-4b": 3.88e9,  # of the text models
+    "gemma-3-12b": 11.8e9,
+    "gemma-3-27b": 27.0e9,
+    "exaone-4.0-1.2b": 1.28e9,
+    "exaone-4.0-32b": 32.0e9,
     "qwen3-vl-2b": 1.72e9,
     "qwen3-vl-4b": 4.02e9,
     "qwen3-vl-8b": 8.19e9,

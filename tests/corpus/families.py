@@ -29,6 +29,8 @@ TENSORS: dict[str, tuple[str, Change | None]] = {
     "a matrix of an expert missing": (".experts.5.up_proj.weight", None),
     "an expert's down projection transposed": (".experts.7.down_proj.weight", lambda t: t.T),
     "an expert's second matrix transposed": (".experts.7.w2.weight", lambda t: t.T),
+    "fused queries, keys and values of one row less": ("self_attn.qkv_proj.weight", lambda t: t[1:]),
+    "fused gate and up of one row less": ("mlp.gate_up_proj.weight", lambda t: t[1:]),
     "a dense down projection transposed": ("mlp.down_proj.weight", lambda t: t.T),
 }
 
@@ -44,6 +46,7 @@ ELSEWHERE = {
     "glm_moe_dsa": (WIDER,),
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
+    "phi3": (GROUPED,),  # queries, keys and values are one tensor
     "kimi_linear": (WIDER,),
     "glm5_next_text": ("a rotated width of two more", "a layer with a window of null"),  # it has neither
     "mimo_v2_flash": (WIDER,),  # the outputs have the width of the values

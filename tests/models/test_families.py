@@ -335,6 +335,7 @@ PLANS = [
     ("glm_moe_dsa", "sorted", {"fsdp": 2, "data": 2, "tensor": 2}),
     ("qwen2_moe", "ragged", {"fsdp": 2, "expert": 2, "tensor": 2}),
     ("qwen2", "dense", {"data": 2, "fsdp": 2, "tensor": 2}),
+    *((kind, "dense", {"data": 2, "fsdp": 2, "tensor": 2}) for kind in ("olmo3", "phi3", "gemma3_text")),
     *((kind, way, {"expert": 4, "tensor": 2}) for kind in ("olmoe", "qwen2_moe") for way in WAYS),
     *((kind, way, {"data": 2, "expert": 2, "tensor": 2}) for kind in MECHANISMS for way in WAYS),
     *((kind, "ragged", {"fsdp": 4, "expert": 2}) for kind in SPARSE),
@@ -522,6 +523,8 @@ def test_maxtext_layout(kind: str) -> None:
         ("granitemoehybrid", "the MaxText format does not support 'granitemoehybrid'"),
         ("lfm2", "the MaxText format does not support 'lfm2'"),
         ("lfm2_moe", "the MaxText format does not support 'lfm2_moe'"),
+        *((kind, f"the MaxText format does not support '{kind}'") for kind in ("smollm3", "olmo3", "phi3")),
+        *((kind, f"the MaxText format does not support '{kind}'") for kind in ("gemma3_text", "exaone4")),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
@@ -878,6 +881,33 @@ def forget_post_norms(model: Any) -> None:
             layer.attention_post_norm = layer.feed_forward_post_norm = None
 
 
+def norm_before_instead_of_after(model: Any) -> None:
+    for layer in each_layer(model):
+        for name in ("attention", "feed_forward"):
+            norm = getattr(layer, f"{name}_post_norm")
+            setattr(layer, f"{name}_post_norm", None)
+            setattr(layer, f"{name}_norm", lambda x, norm=norm: norm(x))
+
+
+def norms_without_offset(model: Any) -> None:
+    for layer in each_layer(model):
+        layer.attention_post_norm.scale.set_value(layer.attention_post_norm.scale[...] - 1)
+
+
+def short_divisors(model: Any) -> None:
+    rope = model.config.rope
+    set_rope(model, dataclasses.replace(rope, long_factor=rope.short_factor))
+
+
+def forget_attention_factor(model: Any) -> None:
+    set_rope(model, dataclasses.replace(model.config.rope, attention_factor=1.0))
+
+
+def scale_by_head_width(model: Any) -> None:
+    for x in attentions(model):
+        x.scale = model.config.head_width**-0.5
+
+
 def forget_embedding_scale(model: Any) -> None:
     model.embed.table.set_value(model.embed.table[...] * model.config.hidden_size**-0.5)
 
@@ -978,6 +1008,13 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("sarvam_moe", plant) for plant in (norm_after_rotation, swap_norms, *(drop_bias(name) for name in "qkv"))),
     *(("hy_v3", plant) for plant in (norm_after_rotation, forget_correction, forget_shared, drop_bias("o"))),
     *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open", "hy_v3")),
+    *(("smollm3", plant) for plant in (rotate_everywhere, rotate_nowhere, window_by(1), drop_bias("o"), shift_runs)),
+    *(("olmo3", plant) for plant in (norm_before_instead_of_after, forget_post_norms, per_head_instead_of_whole)),
+    *(("olmo3", plant) for plant in (rotate_everywhere, norm_after_rotation, windows_of_other_layers)),
+    *(("phi3", plant) for plant in (*ROTARY_MISTAKES[1:], short_divisors, forget_attention_factor, window_by(-1))),
+    *(("gemma3_text", plant) for plant in (norms_without_offset, forget_post_norms, scale_by_head_width)),
+    *(("gemma3_text", plant) for plant in (rotate_everywhere, swap_ropes, forget_logit_cap, forget_embedding_scale)),
+    *(("exaone4", plant) for plant in (norm_before_instead_of_after, rotate_everywhere, rotate_nowhere, swap_norms)),
 ]
 
 

@@ -42,7 +42,10 @@ def declared() -> dict[str, Any]:
         read = _reads(transformers.AutoModelForCausalLM._model_mapping[theirs].__module__)
         if (outer := outside.get(kind, kind.removesuffix("_text"))) != kind:
             wrapper = transformers.CONFIG_MAPPING[outer]
-            for around in (wrapper, *wrapper.sub_configs.values()):  # their code is in the same file
+            for around in (
+                wrapper,
+                *filter(dataclasses.is_dataclass, wrapper.sub_configs.values()),
+            ):  # their code is in the same file
                 read -= {field.name for field in dataclasses.fields(around)} | {
                     *around.attribute_map,
                     *wrapper.sub_configs,

@@ -827,6 +827,78 @@ def _lfm2_moe(rng: random.Random) -> Fields:
     }
 
 
+def _smollm3(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3, 4])
+    fields = _grouped(rng, layers) | {
+        "pad_token_id": 0,
+        "attention_bias": rng.random() < 0.5,
+        "mlp_bias": rng.random() < 0.5,
+        "no_rope_layers": rng.choice([None, [rng.choice([0, 1]) for _ in range(layers + 1)]]),
+        "no_rope_layer_interval": rng.choice([2, 3]),
+    }
+    windows = {"use_sliding_window": True, "sliding_window": rng.choice([2, 5])}
+    kinds = {"layer_types": _kinds(rng, layers, *_WINDOWED)}
+    return fields | rng.choice([{}, windows, windows, windows | kinds])
+
+
+def _scaled_full_rope(rng: random.Random, fields: Fields, theta: float) -> Fields:
+    """Windows, and a rope object per kind of layers, of which those without a window may scale theirs."""
+    layers = fields["num_hidden_layers"]
+    other = {"rope_type": "default", "rope_theta": rng.choice([37.5, theta])}
+    return fields | {
+        "pad_token_id": 0,
+        "attention_bias": rng.random() < 0.5,
+        "sliding_window": rng.choice([2, 5]),
+        "layer_types": rng.choice([None, _kinds(rng, layers, *_WINDOWED), [*reversed(_WINDOWED), *_WINDOWED][:layers]]),
+        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": other},
+    }
+
+
+def _olmo3(rng: random.Random) -> Fields:
+    fields = _scaled_full_rope(rng, _grouped(rng, rng.choice([2, 3, 4])), 500000.0)
+    return fields | {"head_dim": 2 * rng.choice([3, 4, 5])}
+
+
+def _gemma3_text(rng: random.Random) -> Fields:
+    fields = _scaled_full_rope(rng, _grouped(rng, rng.choice([2, 3, 4])), 1e4)
+    return fields | {
+        "query_pre_attn_scalar": rng.choice([5, 256]),
+        "final_logit_softcapping": rng.choice([None, 3.0, 30.0]),
+        "sliding_window_pattern": rng.choice([1, 2, 6]),
+    }
+
+
+def _exaone4(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3, 4])
+    kinds = _kinds(rng, layers, *_WINDOWED)
+    windows = [
+        {"sliding_window": rng.choice([2, 5]), "sliding_window_pattern": "LLLG", "layer_types": kinds},
+        {"sliding_window": rng.choice([3, 8]), "sliding_window_pattern": rng.choice([1, 2, 3])},
+        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * layers},
+    ]
+    return _grouped(rng, layers) | rng.choice(windows)
+
+
+def _phi3(rng: random.Random) -> Fields:
+    """Rows of 17 tokens and prompts of nine are both longer than the original context, or both shorter."""
+    fields = _without(_grouped(rng, rng.choice([2, 3])), "head_dim", "rope_parameters")
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    factor = rng.choice([factor for factor in (1.0, 0.75, 0.5) if int(width * factor) % 2 == 0])
+    rope: Fields = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": factor}
+    original = rng.choice([8, 32])
+    if rng.random() < 0.8:
+        divisors = [[rng.choice([1.0, 1.3, 4.0]) for _ in range(int(width * factor) // 2)] for _ in range(2)]
+        rope |= {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[1]}
+        rope |= {"original_max_position_embeddings": original}
+        rope |= rng.choice([{}, {"factor": 4.0}, {"attention_factor": 1.3}])
+    return fields | {
+        "pad_token_id": 0,
+        "sliding_window": rng.choice([None, 5]),
+        "original_max_position_embeddings": original,
+        "rope_parameters": rope,
+    }
+
+
 _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "kimi_k2": _kimi,
     "glm4_moe_lite": _glm_lite,
@@ -868,6 +940,11 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "granitemoehybrid": _granitemoehybrid,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "smollm3": _smollm3,
+    "olmo3": _olmo3,
+    "phi3": _phi3,
+    "gemma3_text": _gemma3_text,
+    "exaone4": _exaone4,
     "qwen3_5_text": _hybrid,
     "qwen3_5_moe_text": _hybrid_moe,
 }

@@ -124,7 +124,8 @@ def _activations(step: PlannedStep, sums: _Sums) -> None:
             size = _tokens(step, run) * step.config.experts_per_token * width * (1 - 1 / experts)
             sums.add("all-to-all", ("expert",), "tokens", size, 2 * (passes + recomputed) * step.runs(run))
     if tensor > 1:
-        for run in _runs(param for param in step.parts if param.layers and param.key.endswith("attention_norm.scale")):
+        norms = "attention_norm.scale", "attention_post_norm.scale"  # each layer has at least one of the two
+        for run in _runs(param for param in step.parts if param.layers and param.key.endswith(norms)):
             size = 2 * _tokens(step, run) * width * (1 - 1 / tensor)
             sums.add("all-reduce", ("tensor",), "tokens", size, 2 * passes * step.runs(run))
 

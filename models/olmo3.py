@@ -1,0 +1,97 @@
+"""OLMo 3 (Ai2, 2025): norms after attention and feed-forward instead of before, and windows in three of four layers.
+
+Attention normalizes all heads of a token together, as in OLMoE. Only full-attention layers scale the rotary embedding.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from nnxmoe.axes import ParamOptions
+from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.layer_types import FULL, SLIDING, ScaledFullRopeConfig, interleaved_types
+from nnxmoe.config.printable import short
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
+from nnxmoe.model.family import Family
+from nnxmoe.model.layer import Layer, PostNormLayer
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.llama import LlamaLike
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Olmo3Config(ScaledFullRopeConfig):
+    """Config of OLMo 3. If ``layer_types`` is null, every fourth layer is full attention.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+    """
+
+    model_type = "olmo3"
+    architecture = "Olmo3ForCausalLM"
+    mlp_bias = False
+
+    vocab_size: int = 50304
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 5e5
+    attention_bias: bool = False
+    sliding_window: int | None = count(4096)
+    eos_token_id: int | Sequence[int] | None = 50279
+    pad_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        if not self.rope_parameters and self.rope_theta != type(self).rope_theta:
+            raise ConfigError(  # transformers 5.24 ignores a top-level rope_theta in sliding-window layers
+                f"rope_theta {short(self.rope_theta)} is not supported without rope_parameters per layer type: set them"
+            )
+        super().__post_init__()
+
+    @property
+    def sliding_theta(self) -> float:
+        return type(self).rope_theta
+
+    @property
+    def attention_types(self) -> Sequence[str]:
+        return self.layer_types or interleaved_types(self.num_hidden_layers, 4)
+
+
+class Olmo3(LlamaLike):
+    """OLMo 3 language model."""
+
+    configs = (Olmo3Config,)
+
+    def layer(self, index: int, form: type[Layer] = PostNormLayer, **options: Any) -> Layer:
+        return super().layer(index, form, **options)
+
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> GQA:
+        c = self.config
+        norm = QKNorm.all_heads(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
+        rotary = c.rope_of(c.attention_types[index])
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, rotary=rotary, **kw)
+
+
+_HF: Hf = {
+    **HF_DECODER,
+    "layer.attention_post_norm.scale": W("post_attention_layernorm.weight"),
+    "layer.mlp_post_norm.scale": W("post_feedforward_layernorm.weight"),
+}
+_YARN = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+    "attention_factor": 1.2079441541679836,
+}  # fmt: skip
+_7B = Olmo3Config(
+    vocab_size=100278, num_key_value_heads=32, max_position_embeddings=65536, rms_norm_eps=1e-6,
+    layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8, rope_scaling=_YARN, eos_token_id=100257, pad_token_id=100277,
+    dtype="bfloat16",
+)  # fmt: skip
+_32B = dataclasses.replace(
+    _7B, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
+    num_key_value_heads=8, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 16,
+)  # fmt: skip
+
+FAMILY = Family(
+    model=Olmo3,
+    hf=_HF,
+    presets={"olmo-3-7b": _7B, "olmo-3-32b": _32B},
+    hub_ids={"olmo-3-7b": "allenai/Olmo-3-7B-Think", "olmo-3-32b": "allenai/Olmo-3.1-32B-Think"},
+)

@@ -1,0 +1,115 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Microsoft, 2024 and 2025): Llama's layers with partially rotated heads and LongRoPE.
+
+Checkpoints store the kernels of queries, keys and values in one tensor, and the kernels of gate and up in another.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from nnxmoe.axes import ParamOptions
+from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.config.printable import short
+from nnxmoe.config.rope_parameters import rope_type
+from nnxmoe.layers.context import Attention
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.family import Family
+from nnxmoe.model.weight_names import W, options
+from nnxmoe.models.llama import FAMILY as LLAMA
+from nnxmoe.models.llama import LlamaLike
+from nnxmoe.models.shared.tables import Hf, hf_fused_qkv
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phi3Config(PartialRotaryConfig):
+    """Config of Phi-3 and Phi-4.
+
+    A query attends to the last ``sliding_window`` keys, including its own, or to all keys if the field is null.
+    ``original_max_position_embeddings`` is the length beyond which LongRoPE uses ``long_factor``.
+    """
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    scale_in_queries = False
+    mlp_bias = False
+    # Fields of the published code with their only values in Phi-4.
+    fixed = {
+        "attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    }  # fmt: skip
+
+    vocab_size: int = 32064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    max_position_embeddings: int = 4096
+    original_max_position_embeddings: int | None = count(4096)
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = count(None)
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 32000
+    pad_token_id: int | None = 32000
+
+    def _check(self) -> None:
+        if (name := rope_type(self.rope_fields)) not in ("default", "longrope"):
+            raise ConfigError(f"rope type {short(name)} is not supported for phi3 models; supported: default, longrope")
+        super()._check()
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        """Rope object in which the old names ``su`` and ``yarn`` are replaced by ``longrope``."""
+        fields = super().rope_fields
+        return {**fields, "rope_type": "longrope"} if rope_type(fields) in ("su", "yarn") else fields
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
+class Phi3(LlamaLike):
+    """Phi-3 and Phi-4 language models."""
+
+    configs = (Phi3Config,)
+
+    def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
+        return self.gqa(index, bias=False, rotate=PartialRotary(self.config.rope_dim), **kw)
+
+
+def _fused_rows(config: Phi3Config) -> Hf:
+    """Return the rows of fused tensors, with the names of Llama's separate tensors as alternatives."""
+    gate_up = W("mlp.gate_up_proj.weight")
+    rows = hf_fused_qkv(config, "self_attn.qkv_proj")
+    rows |= {"layer.mlp.gate.kernel": gate_up.rows(0, 2), "layer.mlp.up.kernel": gate_up.rows(1, 2)}
+    return {key: (fused, *options(LLAMA.hf, key)) for key, fused in rows.items()}
+
+
+_LONG = (
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
+    18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64,
+    32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+)  # fmt: skip
+_PRESETS = {
+    "phi-4": Phi3Config(
+        vocab_size=100352, hidden_size=5120, intermediate_size=17920, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=10, max_position_embeddings=16384, original_max_position_embeddings=16384,
+        rope_theta=250000.0, bos_token_id=100257, eos_token_id=100257, pad_token_id=100257, dtype="bfloat16",
+    ),
+    "phi-4-mini": Phi3Config(
+        vocab_size=200064, num_attention_heads=24, num_key_value_heads=8, max_position_embeddings=131072,
+        partial_rotary_factor=0.75, sliding_window=262144, tie_word_embeddings=True,
+        rope_scaling={"type": "longrope", "long_factor": _LONG, "short_factor": (1.0,) * 48},
+        bos_token_id=199999, eos_token_id=199999, pad_token_id=199999, dtype="bfloat16",
+    ),
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Phi3,
+    hf=LLAMA.hf,
+    hf_of_config=_fused_rows,
+    # transformers has one linear layer for queries, keys and values, and another for gate and up.
+    peft_excluded=("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"),
+    presets=_PRESETS,
+    hub_ids={"phi-4": "microsoft/phi-4", "phi-4-mini": "microsoft/Phi-4-mini-instruct"},
+)
