@@ -6,8 +6,8 @@ predict the attention. A loss on the model's output has no gradient with respect
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
@@ -48,6 +48,15 @@ class DeepSeekV32Config(DeepSeekV3Config):
     index_topk: int = count(2048)
     index_head_dim: int = count(128, most=2**16)
     index_n_heads: int = count(64, most=2**14)
+
+    @classmethod
+    def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Also replace the older name of the attention type, as transformers does."""
+        values = super()._standard_fields(fields)
+        if isinstance(layer_types := values.get("layer_types"), list):
+            renamed = {"deepseek_sparse_attention": "indexed_attention"}
+            values["layer_types"] = [renamed.get(str(layer_type), layer_type) for layer_type in layer_types]
+        return values
 
     def _check(self) -> None:
         super()._check()

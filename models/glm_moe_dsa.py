@@ -79,7 +79,7 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
 
 
 # Input and output of a layer: the hidden states, and the keys that the last indexer selected.
-Indexed = tuple[Float[Array, "B T D"], SelectedSlots]
+Indexed = tuple[Float[Array, "B T *streams D"], SelectedSlots]
 
 
 class IndexedLayer(Layer):
@@ -127,10 +127,10 @@ class GlmMoeDsa(DeepSeekV32):
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
-        return x, jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
+        return super().to_layer_input(x, tokens), jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
 
-    def from_layer_output(self, x: Indexed) -> Float[Array, "B T_out D"]:
-        return x[0]
+    def from_layer_output(self, x: Indexed) -> Float[Array, "B T_out *streams D"]:
+        return super().from_layer_output(x[0])
 
 
 _GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")

@@ -76,6 +76,7 @@ MODULES: dict[str, ModuleEntry] = {
     "glm_moe_dsa": ModuleEntry(
         "glm_moe_dsa", "GlmMoeDsa GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", "glm-5 glm-5.2 glm-5.3"
     ),
+    "hy_v4": ModuleEntry("hy_v4 hy_v4_vl_text", "HyV4 HyV4Config HyV4VLTextConfig", "HYV4ForCausalLM", "hy4-preview"),
     "deepseek_v4": ModuleEntry(
         "deepseek_v4",
         "DeepSeekV4 DeepSeekV4Config",

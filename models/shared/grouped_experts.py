@@ -104,8 +104,13 @@ class DenseOrMoE(CausalLM):
 
     @property
     def activation(self) -> GatedActivation:
-        """The activation of dense feed-forwards and of experts."""
+        """The activation of dense feed-forwards and of shared experts."""
         return swiglu
+
+    @property
+    def expert_activation(self) -> GatedActivation:
+        """The activation of routed experts. Defaults to ``activation``."""
+        return self.activation
 
     def router(self, **kw: Unpack[ParamOptions]) -> Router:
         """Build the router of a layer with experts."""
@@ -120,10 +125,11 @@ class DenseOrMoE(CausalLM):
         return MLP(c.hidden_size, width, bias=False, activation=self.activation, **kw) if width else None
 
     def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MLP | MoE:
-        c, activation = self.config, self.activation
+        c = self.config
         if not c.sparse_layers[index]:
-            return MLP(c.hidden_size, c.intermediate_size, bias=False, activation=activation, **kw)
-        return self.moe(self.router(**kw), c.moe_intermediate_size, self.shared(**kw), activation=activation, **kw)
+            return MLP(c.hidden_size, c.intermediate_size, bias=False, activation=self.activation, **kw)
+        options = {"activation": self.expert_activation, **kw}
+        return self.moe(self.router(**kw), c.moe_intermediate_size, self.shared(**kw), **options)
 
 
 HF_GROUPED_EXPERTS: Hf = {

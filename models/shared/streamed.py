@@ -74,10 +74,10 @@ class StreamedMTP(MTP):
 class StreamedLM(CausalLM):
     """A decoder with ``hc_mult`` residual streams. The final norm reduces the streams to one hidden state."""
 
-    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Float[Array, "B T streams D"]:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
-    def from_layer_output(self, x: Float[Array, "B T_out streams D"]) -> Float[Array, "B T_out streams D"]:
+    def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out streams D"]:
         """Return the streams, because the final norm reduces them to one hidden state."""
         return x
 
@@ -91,11 +91,10 @@ class StreamedLM(CausalLM):
         return functools.partial(super()._prediction_layers(), form=StreamedMTP)
 
     def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
-        return super().layer(
-            index, form, connections=(self._connection(kw["rngs"]), self._connection(kw["rngs"])), **kw
-        )
+        return super().layer(index, form, connections=(self.connection(kw["rngs"]), self.connection(kw["rngs"])), **kw)
 
-    def _connection(self, rngs: nnx.Rngs | None) -> HyperConnection:
+    def connection(self, rngs: nnx.Rngs | None) -> HyperConnection:
+        """Build the connection of an attention or feed-forward to the streams."""
         c = self.config
         return HyperConnection(
             c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs

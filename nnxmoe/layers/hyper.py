@@ -22,15 +22,16 @@ class Connection(NamedTuple):
         x: Input of the module: a weighted sum of the streams.
         post: Scale factor for the output, per stream.
         mix: Mixing matrix. ``mix[..., i, o]`` is the weight of stream i in the new stream o. Rows and columns sum to 1.
+            ``None`` keeps the streams unchanged.
     """
 
     x: Float[Array, "B T D"]
     post: Float[Array, "B T streams"]
-    mix: Float[Array, "B T streams streams"]
+    mix: Float[Array, "B T streams streams"] | None
 
     def output_tokens(self, context: Context) -> "Connection":
         """Select the tokens whose output is requested."""
-        return Connection(*map(context.output_tokens, self))
+        return jax.tree.map(context.output_tokens, self)
 
 
 class StreamWeights(nnx.Module):
@@ -95,6 +96,29 @@ class HyperConnection(nnx.Module):
         return Connection(x, 2 * jax.nn.sigmoid(post), mix)
 
 
+class IndependentConnection(HyperConnection):
+    """`HyperConnection` that does not mix the streams (Hy4, 2026).
+
+    Source: ``HYV4HyperConnection`` in transformers 5.24.
+
+    Args:
+        dim: Width of a stream, D.
+        streams: Number of streams.
+        magnitude: Factor of the sigmoid that scales the module's output.
+        eps: Value that is added to the weights of the sum ``x`` and of the module's output.
+        norm_eps: Epsilon for the stream normalization.
+        rngs: Random number generators of the initial values. ``None`` for abstract parameters.
+    """
+
+    def __init__(self, dim: int, streams: int, *, magnitude: float, eps: float, norm_eps: float, rngs: nnx.Rngs | None):
+        self.magnitude, self.eps = magnitude, eps
+        self.weights = StreamWeights(dim, streams, (streams, streams), norm_eps, rngs=rngs)
+
+    def __call__(self, streams: Float[Array, "B T streams D"]) -> Connection:
+        pre, post = jax.nn.sigmoid(jnp.stack(jnp.split(self.weights(streams), 2, axis=-1)))
+        return Connection(collapse_streams(streams, pre + self.eps), self.magnitude * post + self.eps, None)
+
+
 def collapse_streams(
     streams: Float[Array, "B T streams D"], weights: Float[Array, "B T streams"]
 ) -> Float[Array, "B T D"]:
@@ -105,7 +129,12 @@ def collapse_streams(
 def mix_streams(
     streams: Float[Array, "B T streams D"], y: Float[Array, "B T D"], connection: Connection
 ) -> Float[Array, "B T streams D"]:
-    """Mix the streams by ``connection.mix``, and add ``y`` times ``connection.post`` to each stream."""
+    """Mix the streams by ``connection.mix``, and add ``y`` times ``connection.post`` to each stream.
+
+    Without ``mix``, the sum is computed in float32.
+    """
+    if connection.mix is None:
+        return (streams + connection.post[..., None] * y[:, :, None].astype(jnp.float32)).astype(streams.dtype)
     mixed_streams = jnp.einsum("btio,btid->btod", connection.mix.astype(streams.dtype), streams)
     return connection.post.astype(y.dtype)[..., None] * y[:, :, None] + mixed_streams.astype(y.dtype)
 

@@ -1243,6 +1243,7 @@ SIZES = {
     "solar-open-100b": 102.7e9,
     "minimax-m2": 228.7e9,
     "hy3": 295e9,
+    "hy4-preview": 770e9,
     "sarvam-105b": 106e9,
     "sarvam-30b": 32e9,
     "mistral-small-3.1-24b": 23.6e9,

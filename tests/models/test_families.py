@@ -6,6 +6,7 @@ test_families_oracle.py.
 
 import contextlib
 import dataclasses
+import functools
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ from nnxmoe.layers.activations import LimitedSwiGLU, swiglu
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.attention.gqa import GQA, AllHeadsNorm, AttentionDims, QKNorm
+from nnxmoe.layers.attention.indexer import Indexer
+from nnxmoe.layers.hyper import IndependentConnection
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
@@ -328,6 +331,7 @@ WAYS: dict[str, Any] = {
 }
 # Recurrent, sparse and compressed attention; experts beside a dense feed-forward.
 MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid", "nemotron_h", "lfm2_moe"
+MECHANISMS += ("hy_v4",)
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -875,6 +879,33 @@ def forget_sinks(model: Any) -> None:
         x.sinks = None
 
 
+def rotate_leading_index_components(model: Any) -> None:
+    for x in (x.indexer for x in attentions(model) if x.indexer is not None):
+        x._rotate = functools.partial(Indexer._rotate, x)
+
+
+def connections(model: Any) -> Iterator[IndependentConnection]:
+    for stack in model.stacks:
+        for layer in stack.layers:
+            yield from (layer.attention_streams, layer.feed_forward_streams)
+
+
+def unit_magnitude(model: Any) -> None:
+    for x in connections(model):
+        x.magnitude = 1.0
+
+
+def forget_stream_eps(model: Any) -> None:
+    for x in connections(model):
+        x.eps = 0.0
+
+
+def swap_stream_weights(model: Any) -> None:
+    """The weights of the inputs for those of the outputs, and the other way round."""
+    for x in connections(model):
+        x.weights.base.set_value(jnp.roll(x.weights.base[...], x.weights.groups[0]))
+
+
 def forget_post_norms(model: Any) -> None:
     for stack in model.stacks:
         for layer in stack.layers:
@@ -1015,6 +1046,9 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("gemma3_text", plant) for plant in (norms_without_offset, forget_post_norms, scale_by_head_width)),
     *(("gemma3_text", plant) for plant in (rotate_everywhere, swap_ropes, forget_logit_cap, forget_embedding_scale)),
     *(("exaone4", plant) for plant in (norm_before_instead_of_after, rotate_everywhere, rotate_nowhere, swap_norms)),
+    *(("hy_v4", plant) for plant in (forget_sinks, forget_output_gate, forget_correction, bounds_of_other_experts)),
+    *(("hy_v4", plant) for plant in (rotate_leading_index_components, forget_indexer, unit_magnitude)),
+    *(("hy_v4", plant) for plant in (forget_stream_eps, swap_stream_weights)),
 ]
 
 

@@ -39,7 +39,8 @@ def declared() -> dict[str, Any]:
     for kind, (config, _) in MODELS.items():
         theirs = transformers.CONFIG_MAPPING[config.saved_type or kind]
         names = {field.name for field in dataclasses.fields(theirs)} | theirs.attribute_map.keys()
-        read = _reads(transformers.AutoModelForCausalLM._model_mapping[theirs].__module__)
+        mappings = transformers.AutoModelForCausalLM._model_mapping, transformers.AutoModel._model_mapping
+        read = _reads(next(mapping for mapping in mappings if theirs in mapping)[theirs].__module__)
         if (outer := outside.get(kind, kind.removesuffix("_text"))) != kind:
             wrapper = transformers.CONFIG_MAPPING[outer]
             for around in (

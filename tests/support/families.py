@@ -558,6 +558,23 @@ def _glm_moe_dsa(rng: random.Random) -> Fields:
     return fields | rng.choice([*shared, {"index_topk_freq": 2, "index_skip_topk_offset": rng.choice([1, 2, 3])}])
 
 
+def _hy_v4(rng: random.Random) -> Fields:
+    """Fewer keys per query than tokens, layers that share keys, and few streams."""
+    fields = _without(_deepseek_v32(rng), "first_k_dense_replace", "mlp_layer_types", "tie_word_embeddings")
+    layers = rng.choice([3, 4])
+    kinds = ["full", *_kinds(rng, layers - 1, "full", "shared", "shared")]
+    return fields | {
+        "num_hidden_layers": layers,
+        "pad_token_id": 0,
+        "mlp_layer_types": rng.choice([None, _kinds(rng, layers, *_MLPS)]),
+        "indexer_types": rng.choice([None, kinds]),
+        "hc_mult": rng.choice([1, 2, 3, 4]),
+        "hc_magnitude": rng.choice([0.5, 2.0]),
+        "hc_eps": rng.choice([1e-6, 1e-2]),
+        "swiglu_limit": rng.choice([0.5, 10.0]),
+    }
+
+
 def _deepseek_v2(rng: random.Random) -> Fields:
     fields = _without(_latent(rng), "rope_interleave") | {
         "num_attention_heads": (heads := rng.choice([2, 4])),
@@ -905,6 +922,7 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "deepseek_v32": _deepseek_v32,
     "deepseek_v4": _deepseek_v4,
     "glm_moe_dsa": _glm_moe_dsa,
+    "hy_v4": _hy_v4,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,

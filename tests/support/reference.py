@@ -59,6 +59,12 @@ AFTER = {  # what multiplies the sum of the experts in transformers, and their w
     "step3p5": "moe_router_scaling_factor",
     "minimax_m3_vl_text": "routed_scaling_factor",
 }
+# transformers 5.24 saves Hy4 with names that differ from the published files.
+_HY4 = (
+    (re.compile(r"hc_pre\.hc_(attn|mlp)_layer\.hc_"), r"hc_\1_layer.hc_pre.hc_"),
+    (re.compile(r"hc_pre\.hc_head\."), "hc_head."),
+    (re.compile(r"mlp\.(shared_experts\.)?linear_gate"), r"mlp.\1gate_proj"),
+)
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
 ALONE = "deepseek_v4", "minimax_m3_vl_text"  # which divide padding too in transformers
 
@@ -79,13 +85,20 @@ class Seen:
     weights: dict[int, np.ndarray]
 
 
+def _published(name: str) -> str:
+    """The name in published files of a tensor that transformers saves with another name."""
+    for pattern, published in _HY4:
+        name = pattern.sub(published, name)
+    return _DENSE.sub("mlp", name)
+
+
 def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
     """Writes the checkpoint that transformers saves for these fields, with `weights_of` its names and shapes, and
     returns the tensors."""
     config = transformers.CONFIG_MAPPING[theirs](**json.loads(json.dumps(fields)))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     path = folder / "model.safetensors"
-    shapes = {_DENSE.sub("mlp", name): array.shape for name, array in load_file(path).items()}
+    shapes = {_published(name): array.shape for name, array in load_file(path).items()}
     made = weights_of(shapes, seed)
     save_file(made, path, {"format": "pt"})
     return made

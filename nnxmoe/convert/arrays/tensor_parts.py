@@ -17,7 +17,7 @@ from nnxmoe.convert.files.host_memory import transpose_matrices
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 
 _OF_EXPERT = re.compile(r"(.+?)\.[0-9]{1,9}\.(.+)")
-_IN_MTP = re.compile(r"mtp\.(?:layers\.)?[0-9]{1,9}\.(.+)")  # see `Family.mtp_prefixes`
+_IN_MTP = re.compile(r"(?:model\.)?mtp[._](?:layers\.)?[0-9]{1,9}\.(.+)")  # see `Family.mtp_prefixes`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,9 +204,10 @@ def _skip_rules(
     }
     model_layers = {layer for layer, name in map(layer_of, layouts) if layer in mtp_indices and name in mtp_names}
     copied_names = {name for layer in model_layers if layer is not None for name in _copied_names(table, layer)}
+    mtp_prefixes = "mtp.", "model.mtp.", "model.mtp_layers."
     return {
         "multi-token prediction layers (not part of the model)": lambda name: (
-            layer_of(name)[0] in checkpoint_layers - model_layers or name.removeprefix("model.").startswith("mtp.")
+            layer_of(name)[0] in checkpoint_layers - model_layers or name.startswith(mtp_prefixes)
         ),
         "copies of the embedding and the head (the main model's tensors are used)": lambda name: name in copied_names,
         "empty tensors": lambda name: 0 in arrays[name].shape,

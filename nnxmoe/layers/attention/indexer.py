@@ -95,6 +95,15 @@ class Indexer(nnx.Module):
         return jnp.concatenate([context.rotate(x_rope, self.rotary, self.rotate), x_nope], axis=-1)
 
 
+class TrailingIndexer(Indexer):
+    """`Indexer` that rotates the last ``rotary.dim`` components of queries and keys (Hy4, 2026)."""
+
+    def _rotate(self, x: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
+        assert self.rotary is not None
+        x_nope, x_rope = jnp.split(x, [x.shape[-1] - self.rotary.dim], axis=-1)
+        return jnp.concatenate([x_nope, context.rotate(x_rope, self.rotary, self.rotate)], axis=-1)
+
+
 def select_keys(
     q: Float[Array, "B T N H"], weights: Float[Array, "B T N"], keys: Float[Array, "B S H"], mask: Mask, topk: int
 ) -> SelectedSlots:

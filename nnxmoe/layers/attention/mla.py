@@ -206,7 +206,7 @@ class MLA(nnx.Module):
         rotary, rotate: See `GQA`.
         mla: Implementation of latent attention.
         attention_fn: Implementation of softmax attention.
-        gate: See `GQA`. The query projection has no extra outputs for the gate.
+        gate, sinks: See `GQA`. The query projection has no extra outputs for the gate.
         **kw: Parameter dtype and rngs.
     """
 
@@ -223,11 +223,12 @@ class MLA(nnx.Module):
         mla: MLAFn,
         attention_fn: AttentionFn,
         gate: Gate | None = None,
+        sinks: Callable[[], Array] | None = None,
         **kw: Unpack[ParamOptions],
     ):
         dim, heads = dims.dim, dims.heads
         self.nope, self.kv_rank, self.scale = dims.nope, dims.kv_rank, scale
-        self.rotary, self.rotate, self.gate = rotary, rotate, gate
+        self.rotary, self.rotate, self.gate, self.sinks = rotary, rotate, gate, sinks
         self.mla, self.attention_fn = mla, attention_fn
         if dims.q_rank is None:
             self.q = Linear((dim,), (heads, dims.nope + dims.rope), ("embed", "heads", "head"), **kw)
@@ -263,7 +264,8 @@ class MLA(nnx.Module):
         """Rotate the queries and compute the head outputs."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotate(q_rope, self.rotary, self.rotate)
-        inputs, softmax = MLAInputs(q_nope, q_rope, latents, self.kv_b.weight()), MaskedSoftmax(mask, self.scale)
+        inputs = MLAInputs(q_nope, q_rope, latents, self.kv_b.weight())
+        softmax = MaskedSoftmax(mask, self.scale, sinks=None if self.sinks is None else self.sinks())
         if isinstance(attention_fn, ContextParallelAttention):
             return attention_fn.attend_latents(self.mla, inputs, softmax)
         return self.mla(inputs, softmax, attention_fn)
