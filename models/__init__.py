@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from nnxmoe.models.hy_v3 import HyV3, HyV3Config
     from nnxmoe.models.hy_v4 import HyV4, HyV4Config, HyV4VLTextConfig
     from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
+    from nnxmoe.models.kimi_k3 import KimiK3, KimiK3Config
     from nnxmoe.models.kimi_linear import KimiLinear, KimiLinearConfig
     from nnxmoe.models.laguna import Laguna, LagunaConfig
     from nnxmoe.models.lfm2 import Lfm2, Lfm2Config, Lfm2MoeConfig
@@ -97,17 +98,17 @@ __all__ = [
     "Glm4MoeLiteConfig", "Glm4vMoeTextConfig", "Glm5NextText", "Glm5NextTextConfig", "GlmMoeDsa", "GlmMoeDsaConfig",
     "GptOss", "GptOssConfig", "Granite", "GraniteConfig", "GraniteMoe", "GraniteMoeConfig", "GraniteMoeHybrid",
     "GraniteMoeHybridConfig", "GraniteMoeSharedConfig", "HyV3", "HyV3Config", "HyV4", "HyV4Config", "HyV4VLTextConfig",
-    "KimiK2", "KimiK2Config", "KimiLinear", "KimiLinearConfig", "Laguna", "LagunaConfig", "Lfm2", "Lfm2Config",
-    "Lfm2MoeConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig", "MiMoV2Flash", "MiMoV2FlashConfig", "MiniMaxM2",
-    "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig", "Ministral3", "Ministral3Config", "Mistral4",
-    "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig", "NemotronH", "NemotronHConfig", "Olmo3",
-    "Olmo3Config", "Olmoe", "OlmoeConfig", "Phi3", "Phi3Config", "Qwen2", "Qwen2Config", "Qwen2Moe", "Qwen2MoeConfig",
-    "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig", "Qwen3OmniMoeTextConfig",
-    "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig", "Qwen3_5MoeText",
-    "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE",
-    "SarvamMoEConfig", "SmolLM3", "SmolLM3Config", "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config",
-    "config_class", "config_from_hf", "family_of", "is_registered", "model_class", "near_presets", "parse_config",
-    "preset", "refuse_preset", "register",
+    "KimiK2", "KimiK2Config", "KimiK3", "KimiK3Config", "KimiLinear", "KimiLinearConfig", "Laguna", "LagunaConfig",
+    "Lfm2", "Lfm2Config", "Lfm2MoeConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig", "MiMoV2Flash",
+    "MiMoV2FlashConfig", "MiniMaxM2", "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig", "Ministral3",
+    "Ministral3Config", "Mistral4", "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig", "NemotronH",
+    "NemotronHConfig", "Olmo3", "Olmo3Config", "Olmoe", "OlmoeConfig", "Phi3", "Phi3Config", "Qwen2", "Qwen2Config",
+    "Qwen2Moe", "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig",
+    "Qwen3OmniMoeTextConfig", "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig",
+    "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig",
+    "SarvamMoE", "SarvamMoEConfig", "SmolLM3", "SmolLM3Config", "SolarOpen", "SolarOpenConfig", "Step3p5",
+    "Step3p5Config", "config_class", "config_from_hf", "family_of", "is_registered", "model_class", "near_presets",
+    "parse_config", "preset", "refuse_preset", "register",
 ]  # fmt: skip
 
 

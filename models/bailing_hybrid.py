@@ -100,7 +100,7 @@ class BailingHybrid(KimiHybrid, DeepSeekV3):
     def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         c = self.config
         decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
-        return self.delta(decays, None, (c.linear_num_heads,), **kw)
+        return self.delta(decays, (None, None), (c.linear_num_heads,), **kw)
 
 
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA

@@ -102,7 +102,7 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
     def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         c, bound = self.config, self.config.linear_lower_bound
         decays = unbounded_decays if bound is None else BoundedDecays(bound)
-        return self.delta(decays, c.linear_head_dim, (c.linear_num_heads,), **kw)
+        return self.delta(decays, (c.linear_head_dim, c.linear_head_dim), (c.linear_num_heads,), **kw)
 
     def indexer(self, index: int, **kw: Unpack[ParamOptions]) -> PooledIndexer:
         c = self.config

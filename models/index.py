@@ -132,6 +132,7 @@ MODULES: dict[str, ModuleEntry] = {
     "kimi_linear": ModuleEntry(
         "kimi_linear", "KimiLinear KimiLinearConfig", "KimiLinearForCausalLM", "kimi-linear-48b-a3b"
     ),
+    "kimi_k3": ModuleEntry("kimi_k3", "KimiK3 KimiK3Config", "KimiLinearForCausalLM", "kimi-k3"),
     "bailing_hybrid": ModuleEntry(
         "bailing_hybrid",
         "BailingHybrid BailingHybridConfig",

@@ -112,7 +112,8 @@ class KimiLinear(KimiHybrid, DeepSeekV3):
     configs = (KimiLinearConfig,)
 
     def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
-        return self.delta(unbounded_decays, self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)
+        c, rank = self.config, self.config.linear_head_dim
+        return self.delta(unbounded_decays, (rank, rank), (1, 1, c.linear_num_heads, 1), **kw)
 
 
 _SPARSE, _PARTS = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}

@@ -19,6 +19,8 @@ Value = TypeVar("Value")
 # model_type -> family passed to `register`. Registered families override families of this folder.
 REGISTERED: dict[str, Family] = {}
 TEXT_OF = {"step3p7": "step3p5"}  # Multimodal model_type -> model_type of its text model, if not `…_text`.
+# (model_type, hidden_act) of files whose model_type is also the type of a different family -> their family.
+TYPE_OF_ACTIVATION = {("kimi_linear", "situ"): "kimi_k3"}
 # Supported model_type -> the most similar unsupported families.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
@@ -193,6 +195,8 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
     if isinstance(model_type, str):  # a text model with the model_type of its multimodal model
         text_type = f"{model_type}_text"
         model_type = TEXT_OF.get(model_type, text_type if text_type in MODELS else model_type)
+        if isinstance(activation := fields.get("hidden_act"), str):
+            model_type = TYPE_OF_ACTIVATION.get((model_type, activation), model_type)
     if not isinstance(model_type, str) or model_type not in MODELS:
         raise ConfigError(
             f"model_type {short(model_type)} is not supported{_relative(model_type)}; supported: {', '.join(MODELS)}"

@@ -128,16 +128,22 @@ class KimiHybrid(CausalLM):
         """Build the recurrence of a recurrent layer."""
         raise TypeError("a model class must define recurrent(**kw)")
 
-    def delta(self, decays: DecayFn, rank: int | None, rates: tuple[int, ...], **kw: Unpack[ParamOptions]) -> KimiDelta:
+    def delta(
+        self,
+        decays: DecayFn,
+        ranks: tuple[int | None, int | None],
+        rates: tuple[int, ...],
+        **kw: Unpack[ParamOptions],
+    ) -> KimiDelta:
         """Build a `KimiDelta` with the config's sizes.
 
         Args:
             decays: Function that computes the decays.
-            rank: Argument of `KimiProjection`.
+            ranks: Argument of `KimiProjection`.
             rates: Argument ``rate_shape`` of `KimiDelta`.
         """
         c, heads = self.config, self.config.delta_heads
-        project = KimiProjection(heads, rank, **kw)
+        project = KimiProjection(heads, ranks, **kw)
         options = {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
         options["recurrence"] = self.strategy.recurrence
         return KimiDelta(heads, project, decays, rate_shape=rates, **options, **kw)

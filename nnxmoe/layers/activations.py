@@ -50,6 +50,26 @@ class LimitedSwiGLU:
         return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
 
 
+@dataclasses.dataclass(frozen=True)
+class SiTU:
+    """Activation ``bound * tanh(gate / bound) * sigmoid(gate) * up``, a SiLU with a bounded factor (Kimi K3, 2026).
+
+    If ``up_bound`` is set, ``up`` is replaced by ``up_bound * tanh(up / up_bound)``. Computed in float32 and cast back.
+    """
+
+    bound: float
+    up_bound: float | None = None
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        dtype, gate, up = up.dtype, gate.astype(jnp.float32), up.astype(jnp.float32)
+        up = up if self.up_bound is None else _soft_bound(up, self.up_bound)
+        return (_soft_bound(gate, self.bound) * jax.nn.sigmoid(gate) * up).astype(dtype)
+
+
+def _soft_bound(x: Float[Array, "*rows F"], bound: float) -> Float[Array, "*rows F"]:
+    return bound * jnp.tanh(x / bound)
+
+
 def relu2(up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
     """Return ``max(up, 0)^2`` (Primer, So et al. 2021)."""
     return jnp.square(jax.nn.relu(up))

@@ -96,14 +96,15 @@ class LatentMoE(MoE):
         *args: Positional arguments of `MoE`.
         reduce: Projects the tokens to the width of the experts.
         expand: Projects the weighted sum of the expert outputs back to the width of the tokens.
+        latent_norm: Normalizes the weighted sum before ``expand`` (Kimi K3, 2026).
     """
 
-    def __init__(self, *args: Any, reduce: Linear, expand: Linear):
+    def __init__(self, *args: Any, reduce: Linear, expand: Linear, latent_norm: Callable[[Array], Array] | None = None):
         super().__init__(*args)
-        self.reduce, self.expand = reduce, expand
+        self.reduce, self.expand, self.latent_norm = reduce, expand, latent_norm
 
     def _apply_routed_experts(
         self, x: Float[Array, "B T D"], routing: Routing
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         y, info = super()._apply_routed_experts(self.reduce(x), routing)
-        return self.expand(y), info
+        return self.expand(y if self.latent_norm is None else self.latent_norm(y)), info

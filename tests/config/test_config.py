@@ -716,6 +716,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
     ("kimi_linear", {"layer_types": ["linear"] * 27}, "layer_types: 'linear' is not supported"),
     ("kimi_linear", {"num_experts": 4, "n_routed_experts": 8}, "num_experts 4 and n_routed_experts 8 set the same"),
+    ("kimi_k3", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: 'situ'"),
+    ("kimi_linear", {"hidden_act": "situ", "attn_res_block_size": None}, "attn_res_block_size must be a positive int"),
+    ("kimi_k3", {"activation_situ_linear_beta": 0.0}, "activation_situ_linear_beta must be a positive number, got 0.0"),
+    ("kimi_k3", {"linear_attn_config": {"gate_lower_bound": 1}}, "linear_lower_bound 1 is out of range"),
+    ("kimi_k3", {"mlp_layer_types": ["dense"] * 93}, "mlp_layer_types .* is not supported"),
+    ("kimi_k3", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
+    ("kimi_k3", {"routed_expert_hidden_size": 0}, "routed_expert_hidden_size must be a positive integer"),
     ("glm5_next_text", {"index_topk": 100}, "index_topk 100 is not a multiple of index_kpool 16"),
     (
         "glm5_next_text",
@@ -1253,6 +1260,7 @@ SIZES = {
     "mimo-v2-flash": 309e9,
     "step-3.5-flash": 196e9,
     "kimi-linear-48b-a3b": 49.1e9,
+    "kimi-k3": 2.78e12,  # 2.8e12 with the vision tower
     "nemotron-3-nano-30b-a3b": 31.6e9,
     "nemotron-3.5-lightning-30b-a3b": 31.6e9,
     "minimax-m3": 426e9,  # of the text model; 427e9 with the vision tower and projector

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "sarvam_moe": (WIDER, GROUPED),
     "phi3": (GROUPED,),  # queries, keys and values are one tensor
     "kimi_linear": (WIDER,),
+    "kimi_k3": (WIDER,),
     "glm5_next_text": ("a rotated width of two more", "a layer with a window of null"),  # it has neither
     "mimo_v2_flash": (WIDER,),  # the outputs have the width of the values
     "laguna": (GROUPED,),  # its layers have numbers of heads of their own

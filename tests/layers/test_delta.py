@@ -359,7 +359,7 @@ def test_mistakes_in_other_layers_are_noticed(
 IDS = np.random.default_rng(0).integers(3, 56, (2, TOKENS))
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "kimi_k3", "nemotron_h", "lfm2"])
 def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
     case = load(request.param)
     return build(case.fields, case.weights)

@@ -35,6 +35,7 @@ from nnxmoe.layers.attention.gqa import GQA, AllHeadsNorm, AttentionDims, QKNorm
 from nnxmoe.layers.attention.indexer import Indexer
 from nnxmoe.layers.hyper import IndependentConnection
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
+from nnxmoe.layers.recurrent.kimi_delta import unbounded_decays
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
@@ -238,8 +239,8 @@ def test_tables_of_modules(kind: str) -> None:
     "kind", [kind if kind == "qwen3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_training_and_adapters(kind: str, folders: Callable[[str], Path]) -> None:
-    """Every parameter but those of an indexer has a gradient, a step along it lowers the loss, and new adapters change
-    nothing."""
+    """Every parameter has a gradient but those of an indexer and of a first layer's sum over the embedding alone; a
+    step along it lowers the loss; and new adapters change nothing."""
     model, tokens = nnxmoe.from_pretrained(folders(kind)), load(kind).arrays["tokens"]
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -250,7 +251,8 @@ def test_training_and_adapters(kind: str, folders: Callable[[str], Path]) -> Non
     before, grads = losses(params)
     flat = nnx.to_flat_state(grads)
     for path, grad in flat:
-        assert (float(jnp.abs(grad.get_value()).max()) > 0) != ("indexer" in path) and jnp.isfinite(grad[...]).all()
+        constant = "indexer" in path or path[:5] == ("stacks", 0, "layers", 0, "attention_residual")
+        assert (float(jnp.abs(grad.get_value()).max()) > 0) != constant and jnp.isfinite(grad[...]).all()
     size = sum(float(jnp.sum(grad.get_value() ** 2)) for _, grad in flat)
     after, _ = losses(jax.tree.map(lambda p, g: p - 1e-4 * before / size * g, params, grads))
     assert after < before
@@ -331,7 +333,7 @@ WAYS: dict[str, Any] = {
 }
 # Recurrent, sparse and compressed attention; experts beside a dense feed-forward.
 MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid", "nemotron_h", "lfm2_moe"
-MECHANISMS += ("hy_v4",)
+MECHANISMS += ("hy_v4", "kimi_k3")
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -967,6 +969,46 @@ def swap_gate_and_up_in_shared(model: Any) -> None:
         kernel.set_value(jnp.roll(kernel[...], kernel.shape[0] // 2, axis=0))
 
 
+def average_blocks(model: Any) -> None:
+    for residual in (model.norm.residual, *(layer.attention_residual for layer in each_layer(model))):
+        residual.query.kernel.set_value(jnp.zeros_like(residual.query.kernel[...]))
+
+
+def a_single_block(model: Any) -> None:
+    for layer in each_layer(model)[1:]:
+        layer.starts_block = False
+
+
+def forget_finished_blocks(model: Any) -> None:
+    """In the last norm."""
+    model.norm.residual = lambda sums: sums[:, :, -1]
+
+
+def residual_of_attention(model: Any) -> None:
+    """Also for the feed-forward."""
+    for layer in each_layer(model):
+        layer.feed_forward_residual = layer.attention_residual
+
+
+def forget_latent_norm(model: Any) -> None:
+    for x in routed(model):
+        x.latent_norm = None
+
+
+def change_activation(**changes: Any) -> Plant:
+    def plant(model: Any) -> None:
+        for part in (part for x in routed(model) for part in (x.experts, x.shared)):
+            part.activation = dataclasses.replace(part.activation, **changes)
+
+    plant.__qualname__ = "change_activation_" + "_".join(changes)
+    return plant
+
+
+def decays_without_bound(model: Any) -> None:
+    for x in attentions(model):
+        x.decays = unbounded_decays
+
+
 def rotate_nowhere(model: Any) -> None:
     for x in attentions(model):
         x.rotary = None
@@ -1038,6 +1080,9 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("exaone_moe", plant) for plant in (norm_after_rotation, forget_correction, select_with(groups=2, top_groups=1))),
     *(("sarvam_moe", plant) for plant in (norm_after_rotation, swap_norms, *(drop_bias(name) for name in "qkv"))),
     *(("hy_v3", plant) for plant in (norm_after_rotation, forget_correction, forget_shared, drop_bias("o"))),
+    *(("kimi_k3", plant) for plant in (average_blocks, a_single_block, forget_finished_blocks, residual_of_attention)),
+    *(("kimi_k3", plant) for plant in (forget_latent_norm, decays_without_bound, forget_output_gate, forget_shared)),
+    *(("kimi_k3", plant) for plant in (change_activation(bound=1e9), change_activation(up_bound=None))),
     *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open", "hy_v3")),
     *(("smollm3", plant) for plant in (rotate_everywhere, rotate_nowhere, window_by(1), drop_bias("o"), shift_runs)),
     *(("olmo3", plant) for plant in (norm_before_instead_of_after, forget_post_norms, per_head_instead_of_whole)),

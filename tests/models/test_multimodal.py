@@ -319,6 +319,30 @@ def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> Non
     np.testing.assert_array_equal(again(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_kimi_k3_as_published(tmp_path: Path, keep: bool) -> None:
+    """The text model has the type of Kimi Linear, experts are in MXFP4, and log rates are padded to a head's width."""
+    form, published = next(f for f in FORMATS.values() if f.name == "mxfp4-pack"), PUBLISHED_TEXTS["kimi-k3"]
+    fields = load("kimi_k3").fields | {"routed_expert_hidden_size": 32, "moe_intermediate_size": 32}
+    config = config_from_hf(fields)
+    weights = weights_of({n: leaf.shape for n, leaf in tensor_layout(model_class(config)(config, rngs=None)).items()})
+    stored, plain = form.checkpoint(weights, lambda name: ".experts." in name)
+    rates = {name: np.pad(value, (0, 2)) for name, value in stored.items() if name.endswith("A_log")}
+    stored = {f"language_model.{name}": value for name, value in (stored | rates).items()}
+    stored |= {f"{name}.weight": np.ones(2, np.float32) for name in ("mm_projector.post_norm", "vision_tower.norm")}
+    scheme = {**form.config, "ignore": published["text_config"]["quantization_config"]["ignore"]}
+    text = fields | {"model_type": "kimi_linear", "quantization_config": scheme}
+    around = {name: published[name] for name in ("model_type", "architectures", "auto_map")} | {"text_config": text}
+    model = nnxmoe.from_pretrained(
+        write_checkpoint(tmp_path / "nested", around, stored), dtype="float32", keep_quantized=keep
+    )
+    report, tokens = model.load_report, random_tokens(2, 7)
+    assert (report.towers, report.unexpected) == (("mm_projector", "vision_tower"), ())
+    flat = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "flat", fields, plain))
+    assert max_error(model(tokens).logits, flat(tokens).logits) < (2e-4 if keep else 1e-6)
+
+
 def test_published_text_models() -> None:
     """Config files of the hub have the presets' numbers."""
     for name, fields in PUBLISHED_TEXTS.items():

@@ -397,6 +397,26 @@ def _kimi_linear(rng: random.Random) -> Fields:
     }
 
 
+def _kimi_k3(rng: random.Random) -> Fields:
+    fields, layers = _without(_kimi_linear(rng), "attention_bias", "q_lora_rank"), rng.choice([3, 4])
+    kinds = _kinds(rng, layers, "full_attention", "linear_attention", "linear_attention")
+    kinds[rng.randrange(layers)] = "full_attention"
+    return fields | {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "q_lora_rank": rng.choice([None, 12]),
+        "activation_situ_beta": rng.choice([None, 0.7, 4.0]),
+        "activation_situ_linear_beta": rng.choice([None, 0.5, 25.0]),
+        "attn_res_block_size": rng.choice([1, 2, 2, 3, 8]),
+        "rms_norm_eps": rng.choice([1e-3, 1e-2]),  # else rounding moves logits by 1e-4 in torch too
+        "routed_expert_hidden_size": rng.choice([None, 12, 20]),
+        "latent_moe_use_norm": rng.random() < 0.7,
+        "mla_use_output_gate": rng.random() < 0.7,
+        "linear_lower_bound": rng.choice([-1.0, -2.0, -0.5]),  # kimi_linear has none
+        "linear_full_rank_gate": rng.random() < 0.7,
+    }
+
+
 def _glm5_next_text(rng: random.Random) -> Fields:
     fields = _without(_kimi_hybrid(rng), "num_local_experts", "first_k_dense_replace")
     fields |= {"n_routed_experts": rng.choice([8, 12]), "n_group": 1, "topk_group": 1}
@@ -949,6 +969,7 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "step3p5": _step3p5,
     "minimax_m3_vl_text": _minimax_m3,
     "kimi_linear": _kimi_linear,
+    "kimi_k3": _kimi_k3,
     "glm5_next_text": _glm5_next_text,
     "nemotron_h": _nemotron_h,
     "bailing_hybrid": _bailing_hybrid,

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 from transformers.models.step3p7 import modeling_step3p7 as step3p7
 
+from tests.support import kimi_k3 as kimi_k3  # registers a model that transformers lacks
 from tests.support.families import NEW, PROMPT, positions_of, weights_of, write_config
 from tests.support.tiny import Fields, Weights
 

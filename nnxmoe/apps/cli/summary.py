@@ -193,7 +193,7 @@ def _buffer_elements(model: CausalLM, config: DecoderConfig) -> int:
 
 def _part(key: str) -> str:
     names = key.split(".")
-    if "streams" in key or key.startswith("norm.weights."):
+    if "streams" in key or "residual" in key or key.startswith("norm.weights."):
         return "residual streams"
     if names[0] != "layer":
         return {"embed": "embedding", "head": "head", "norm": "norms"}[names[0]]

@@ -33,16 +33,16 @@ class KimiProjection(nnx.Module):
 
     Args:
         dims: Sizes of the layer.
-        rank: Rank of ``f`` and ``g``. ``None`` for full rank.
+        ranks: Ranks of ``f`` and ``g``. ``None`` for full rank.
         **kw: Parameter dtype and rngs.
     """
 
-    def __init__(self, dims: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
+    def __init__(self, dims: DeltaDims, ranks: tuple[int | None, int | None], **kw: Unpack[ParamOptions]):
         def full_rank() -> Linear:
             return Linear((dims.dim,), (dims.key_heads, dims.key_dim), ("embed", "heads", "head"), **kw)
 
         self.q, self.k, self.v = (full_rank() for _ in "qkv")
-        self.f, self.g = (full_rank() if rank is None else LowRank(dims, rank, **kw) for _ in "fg")
+        self.f, self.g = (full_rank() if rank is None else LowRank(dims, rank, **kw) for rank in ranks)
         self.b = Linear((dims.dim,), (dims.key_heads,), ("embed", "heads"), **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
