@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         Qwen3VLText,
         Qwen3VLTextConfig,
     )
+    from nnxmoe.models.qwen4_exp import Qwen4ExpText, Qwen4ExpTextConfig
     from nnxmoe.models.sarvam_mla import SarvamMLA, SarvamMLAConfig
     from nnxmoe.models.sarvam_moe import SarvamMoE, SarvamMoEConfig
     from nnxmoe.models.smollm3 import SmolLM3, SmolLM3Config
@@ -105,10 +106,10 @@ __all__ = [
     "NemotronHConfig", "Olmo3", "Olmo3Config", "Olmoe", "OlmoeConfig", "Phi3", "Phi3Config", "Qwen2", "Qwen2Config",
     "Qwen2Moe", "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig",
     "Qwen3OmniMoeTextConfig", "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig",
-    "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig",
-    "SarvamMoE", "SarvamMoEConfig", "SmolLM3", "SmolLM3Config", "SolarOpen", "SolarOpenConfig", "Step3p5",
-    "Step3p5Config", "config_class", "config_from_hf", "family_of", "is_registered", "model_class", "near_presets",
-    "parse_config", "preset", "refuse_preset", "register",
+    "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "Qwen4ExpText", "Qwen4ExpTextConfig",
+    "SarvamMLA", "SarvamMLAConfig", "SarvamMoE", "SarvamMoEConfig", "SmolLM3", "SmolLM3Config", "SolarOpen",
+    "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf", "family_of", "is_registered",
+    "model_class", "near_presets", "parse_config", "preset", "refuse_preset", "register",
 ]  # fmt: skip
 
 

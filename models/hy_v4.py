@@ -164,10 +164,10 @@ class HyV4(GlmMoeDsa, StreamedLM):
     def layer(self, index: int, form: type[Layer] = IndexedStreams, **kw: Any) -> Layer:
         return super().layer(index, form, **kw)
 
-    def connection(self, rngs: nnx.Rngs | None) -> IndependentConnection:
+    def connection(self, **kw: Unpack[ParamOptions]) -> IndependentConnection:
         c = self.config
         options = {"magnitude": c.hc_magnitude, "eps": c.hc_eps, "norm_eps": c.rms_norm_eps}
-        return IndependentConnection(c.hidden_size, c.hc_mult, rngs=rngs, **options)
+        return IndependentConnection(c.hidden_size, c.hc_mult, rngs=kw["rngs"], **options)
 
     def attention(self, index: int, **kw: Unpack[ParamOptions]) -> Attention:
         c = self.config

@@ -129,6 +129,9 @@ MODULES: dict[str, ModuleEntry] = {
         "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM",
         "qwen3.8-27b qwen3.5-35b-a3b qwen3.5-397b-a17b qwen3.8-2.4t-a95b",
     ),
+    "qwen4_exp": ModuleEntry(
+        "qwen4_exp_text", "Qwen4ExpText Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", "qwen3.8-flash-next"
+    ),
     "kimi_linear": ModuleEntry(
         "kimi_linear", "KimiLinear KimiLinearConfig", "KimiLinearForCausalLM", "kimi-linear-48b-a3b"
     ),

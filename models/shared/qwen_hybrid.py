@@ -5,8 +5,11 @@ normalizes each head and rotates a quarter of the head. Norms multiply by 1 plus
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Unpack
+
+import jax
+from jaxtyping import Array
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import check_multiple, count, one_of, per_layer
@@ -152,6 +155,16 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
         if c.recurrent_layers[index]:
             heads, taps = c.delta_heads, c.linear_conv_kernel_dim
             options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
-            options["recurrence"] = self.strategy.recurrence
+            options |= {"recurrence": self.strategy.recurrence, "activation": self.gate_activation}
             return GatedDeltaNet(heads, self.project(heads, **kw), **options, **kw)
-        return super().attention(index, gate=QueryGate(c.head_width), rotate=PartialRotary(c.rope_dim), **kw)
+        return self.full_attention(index, **kw)
+
+    @property
+    def gate_activation(self) -> Callable[[Array], Array]:
+        """Activation of the gates in recurrent layers."""
+        return jax.nn.silu
+
+    def full_attention(self, index: int, **options: Any) -> Attention:
+        """Build the attention of a layer that is not recurrent. ``options`` are arguments of `CausalLM.gqa`."""
+        c = self.config
+        return super().attention(index, gate=QueryGate(c.head_width), rotate=PartialRotary(c.rope_dim), **options)

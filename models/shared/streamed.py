@@ -10,12 +10,15 @@ from jaxtyping import Array, Float, PyTree
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.hyper import HyperConnection, mix_streams
+from nnxmoe.layers.hyper import Connection, HyperConnection, mix_streams
 from nnxmoe.layers.linear.linear import Linear
+from nnxmoe.layers.recurrent.ngram import NGramBranch
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.mtp import MTP
 from nnxmoe.model.output import Ids
+
+StreamConnection = Callable[[Float[Array, "B T streams D"]], Connection]
 
 
 class Streamed(Layer):
@@ -26,13 +29,13 @@ class Streamed(Layer):
         connections: Connections of attention and feed-forward to the streams.
     """
 
-    def __init__(self, *parts: Any, connections: tuple[HyperConnection, HyperConnection]):
+    def __init__(self, *parts: Any, connections: tuple[StreamConnection, StreamConnection]):
         super().__init__(*parts)
         self.attention_streams, streams = connections
         self.store_feed_forward(self.feed_forward, streams=streams)
 
     @property
-    def feed_forward_streams(self) -> HyperConnection:
+    def feed_forward_streams(self) -> StreamConnection:
         """Connection of the feed-forward to the streams: ``moe_streams`` or ``mlp_streams``."""
         return getattr(self, f"{self.feed_forward_name}_streams")
 
@@ -43,6 +46,25 @@ class Streamed(Layer):
         feed_forward_input = self.feed_forward_streams(x)
         y, info = self.feed_forward_branch(feed_forward_input.x, context=context)
         return LayerOutput(mix_streams(x, y, feed_forward_input), cache, info)
+
+
+class NGramStreamed(Streamed):
+    """A `Streamed` layer that first adds the n-gram embeddings of an `NGramBranch` to the streams."""
+
+    def __init__(self, *parts: Any, ngram: NGramBranch, **options: Any):
+        super().__init__(*parts, **options)
+        self.ngram = ngram
+
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
+        attention_cache, ngram_cache = (None, None) if cache is None else cache
+        update, ngram_cache = self.ngram(x, context=context, cache=ngram_cache)
+        out = super().__call__(x + update, context=context, cache=attention_cache)
+        return out._replace(cache=None if cache is None else (out.cache, ngram_cache))
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> PyTree:
+        """Create empty caches for the attention and for the `NGramBranch`."""
+        attention_cache = super().empty_cache(batch, capacity, dtype, lookahead)
+        return attention_cache, self.ngram.empty_cache(batch, dtype, lookahead)
 
 
 class TokenAndStreams(nnx.Module):
@@ -72,7 +94,7 @@ class StreamedMTP(MTP):
 
 
 class StreamedLM(CausalLM):
-    """A decoder with ``hc_mult`` residual streams. The final norm reduces the streams to one hidden state."""
+    """A decoder with several residual streams. The final norm reduces the streams to one hidden state."""
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
@@ -91,11 +113,10 @@ class StreamedLM(CausalLM):
         return functools.partial(super()._prediction_layers(), form=StreamedMTP)
 
     def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
-        return super().layer(index, form, connections=(self.connection(kw["rngs"]), self.connection(kw["rngs"])), **kw)
+        connections = tuple(self.connection(dtype=kw["dtype"], rngs=kw["rngs"]) for _ in range(2))
+        return super().layer(index, form, connections=connections, **kw)
 
-    def connection(self, rngs: nnx.Rngs | None) -> HyperConnection:
-        """Build the connection of an attention or feed-forward to the streams."""
-        c = self.config
-        return HyperConnection(
-            c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs
-        )
+    def connection(self, **kw: Unpack[ParamOptions]) -> StreamConnection:
+        """Build the connection of an attention or feed-forward module to the streams."""
+        c, options = self.config, {"eps": self.config.hc_eps, "norm_eps": self.config.rms_norm_eps}
+        return HyperConnection(c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, rngs=kw["rngs"], **options)

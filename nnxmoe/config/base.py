@@ -270,6 +270,11 @@ class DecoderConfig(KnownFields):
         return {}
 
     @property
+    def constants(self) -> Mapping[str, Sequence[int]]:
+        """Int64 vectors that checkpoints contain, but that the config determines, by tensor name."""
+        return {}
+
+    @property
     def unused_tensors(self) -> Collection[str]:
         """Names of tensors that checkpoints may contain but the reference implementation ignores."""
         return ()

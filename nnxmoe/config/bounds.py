@@ -98,6 +98,11 @@ def number(default: float | None, *, above: float, most: float) -> Any:
     return dataclasses.field(default=default, metadata={"check": Number(above, most)})
 
 
+def flag(default: bool) -> Any:
+    """Declare a boolean config field, in place of an overridden field with other bounds."""
+    return dataclasses.field(default=default, metadata={"check": _flag})
+
+
 def per_layer(*allowed: str) -> Any:
     """Declare a config field that lists one of the ``allowed`` types per layer, or is null."""
     return dataclasses.field(default=None, metadata={"check": PerLayer(allowed)})

@@ -21,6 +21,7 @@ from nnxmoe.generation.rows import Draft
 from nnxmoe.layers.linear.kernel import as_weight, is_kernel
 from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedWeight
+from nnxmoe.layers.recurrent.ngram import NGramBranch
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import strip_metadata
 from nnxmoe.moe.block import MoE
@@ -151,9 +152,10 @@ class _Weights:
 def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
     """Measure the weights of a module that ends with the output head of a decoder.
 
-    Excludes the embedding, because a pass reads only a few embedding rows.
+    Excludes embeddings of tokens and n-grams, because a pass reads only a few embedding rows.
     """
     dense, operations = _bytes(module), _operations(module)
+    dense -= sum(_bytes(part.embed) for _, part in nnx.iter_graph(module) if isinstance(part, NGramBranch))
     if head.head is None:
         operations += 2 * math.prod(head.embed.table.shape)
     else:

@@ -8,7 +8,7 @@ cache. Callers may donate the argument.
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -183,14 +183,17 @@ class RecurrentState:
 
 
 def format_caches(layers: tuple[PyTree, ...], cache_format: CacheFormat | None) -> tuple[PyTree, ...]:
-    """Convert the buffers of empty caches to ``cache_format``. Recurrent states are unchanged."""
+    """Convert the buffers of empty caches to ``cache_format``. Recurrent states and integers are unchanged."""
     if cache_format is None:
         return layers
 
     def is_state(x: object) -> bool:
         return isinstance(x, RecurrentState)
 
-    return jax.tree.map(lambda x: x if is_state(x) else cache_format(x), layers, is_leaf=is_state)
+    def convert(x: Any) -> Any:
+        return x if is_state(x) or not jnp.issubdtype(x.dtype, jnp.floating) else cache_format(x)
+
+    return jax.tree.map(convert, layers, is_leaf=is_state)
 
 
 @jax.tree_util.register_dataclass

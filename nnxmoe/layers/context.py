@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree, Shaped
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.cache import Cache, CacheMetadata, SlotMetadata, TokenCache
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.rope import RotateFn, Rotations, compute_rotation
+from nnxmoe.layers.rope import RotateFn, Rotation, Rotations, compute_rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +148,14 @@ class Context:
             assert self.positions is not None
             rotation = compute_rotation(rope, self.positions, self.valid)
         return rotate(x, rotation)
+
+    def rotation_at(self, rope: Rope, positions: Int[Array, "B P"]) -> Rotation:
+        """Return a rotation whose last P tokens are at ``positions`` of this pass or earlier."""
+        assert self.positions is not None
+        own_positions = self.positions if self.valid is None else jnp.where(self.valid, self.positions, 0)
+        own_positions = jnp.broadcast_to(own_positions, (len(positions), own_positions.shape[-1]))
+        capacity = None if self.past is None else self.past.segment.shape[1]
+        return compute_rotation(rope, jnp.concatenate([own_positions, positions], axis=1), capacity=capacity)
 
     def _with_rotations(
         self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"], capacity: int | None = None

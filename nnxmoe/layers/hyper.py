@@ -1,4 +1,7 @@
-"""Manifold-constrained hyper-connections: multiple residual streams (Xie et al. 2026; DeepSeek-V4, 2026)."""
+"""Multiple residual streams: manifold-constrained hyper-connections (Xie et al. 2026; DeepSeek-V4, 2026).
+
+`GatedConnection` is the variant with gated streams (Qwen3.8-Flash-Next, 2026).
+"""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -10,7 +13,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
-from nnxmoe.layers.norm import RMSNorm, rms_normalize
+from nnxmoe.layers.norm import OffsetNorm, RMSNorm, rms_normalize
 
 F32 = jnp.dtype(jnp.float32)
 
@@ -27,7 +30,7 @@ class Connection(NamedTuple):
 
     x: Float[Array, "B T D"]
     post: Float[Array, "B T streams"]
-    mix: Float[Array, "B T streams streams"] | None
+    mix: Float[Array, "B T streams streams"] | None = None
 
     def output_tokens(self, context: Context) -> "Connection":
         """Select the tokens whose output is requested."""
@@ -160,3 +163,66 @@ class CollapsedNorm(RMSNorm):
 
     def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
         return super().__call__(collapse_streams(x, jax.nn.sigmoid(self.weights(x)) + self.min_weight))
+
+
+class StreamNorm(OffsetNorm):
+    """`OffsetNorm` of each residual stream. The streams have separate scales, stored as one vector."""
+
+    def __init__(self, dim: int, streams: int, eps: float, **kw: Unpack[ParamOptions]):
+        super().__init__(streams * dim, eps, **kw)
+        self.streams = streams
+
+    def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T streams D"]:
+        scale = self.scale[...].astype(jnp.float32).reshape(x.shape[2:])
+        return (rms_normalize(x.astype(jnp.float32), self.eps) * (1 + scale)).astype(x.dtype)
+
+
+class StreamMixer(StreamNorm):
+    """Weighted mean of the normalized streams, with a low-rank projection to a weight per component.
+
+    Computes ``mean_n(sigmoid(up(silu(down(s) / N)))_n * s_n)`` for the N normalized streams s. It is the final norm of
+    Qwen3.8-Flash-Next. Source: ``Qwen4ExpTextGatedResidual`` in transformers 5.24.
+
+    Args:
+        dim: Width of a stream, D.
+        streams: Number of streams, N.
+        rank: Rank of the projection.
+        eps: Epsilon for the norm.
+        **kw: Parameter dtype and rngs.
+    """
+
+    def __init__(self, dim: int, streams: int, rank: int, eps: float, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, streams, eps, **kw)
+        self.down = Linear((streams, dim), (rank,), (None, None, "q_rank"), **kw)
+        self.up = Linear((rank,), (streams, dim), ("q_rank", None, None), **kw)
+
+    def mix(self, normalized: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
+        """Compute the weighted mean of the normalized streams."""
+        weights = jax.nn.sigmoid(self.up(jax.nn.silu(self.down(normalized) / self.streams)))
+        return jnp.mean(weights * normalized, axis=2)
+
+    def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
+        return self.mix(super().__call__(x))
+
+
+class GatedConnection(StreamMixer):
+    """Connection of an attention or feed-forward module to streams that are not mixed (Qwen3.8-Flash-Next, 2026).
+
+    The input of the module is the output of `StreamMixer`. The factors of the module's output are
+    ``2 sigmoid(inject(s) / N)`` for the N normalized streams s. The arguments are the arguments of `StreamMixer`.
+    """
+
+    def __init__(self, dim: int, streams: int, rank: int, eps: float, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, streams, rank, eps, **kw)
+        self.inject = Linear((streams, dim), (streams,), (None, None, None), **kw)
+
+    def __call__(self, x: Float[Array, "B T streams D"]) -> Connection:  # pyright: ignore[reportIncompatibleMethodOverride]
+        normalized = StreamNorm.__call__(self, x)
+        return Connection(self.mix(normalized), 2 * jax.nn.sigmoid(self.inject(normalized) / self.streams))
+
+
+class JointNorm(OffsetNorm):
+    """`OffsetNorm` of all residual streams of a token together, with a scale ``[streams * D]``."""
+
+    def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T streams D"]:
+        return super().__call__(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

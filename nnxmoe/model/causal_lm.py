@@ -105,7 +105,7 @@ class CausalLM(nnx.Module):
         """Build layer ``index`` as an instance of ``form``. ``options`` are keyword arguments of ``form``."""
         kw = ParamOptions(dtype=dtype, rngs=rngs)
         attention, feed_forward = self.attention(index, **kw), self.feed_forward(index, **kw)
-        norm1, norm2 = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
+        norm1, norm2 = (self.layer_norm(**kw) for _ in range(2))
         return form(norm1, attention, norm2, feed_forward, **options)
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
@@ -167,6 +167,10 @@ class CausalLM(nnx.Module):
         """Build the token embedding. If ``tie_word_embeddings`` is set, it is also the output head."""
         c, s = self.config, self.strategy
         return form(c.vocab_size, c.hidden_size, mesh=s.mesh, rules=s.rules, **options)
+
+    def layer_norm(self, **kw: Unpack[ParamOptions]) -> Callable[[Array], Array]:
+        """Build the norm before the attention or the feed-forward of a layer."""
+        return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw)
 
     def final_norm(self, **kw: Unpack[ParamOptions]) -> RMSNorm:
         """Build the norm after the last layer."""

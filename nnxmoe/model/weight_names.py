@@ -21,6 +21,7 @@ class W:
         W("attention.qkv.weight").rows(0, 6, 4)        the first four sixths of a tensor's outputs
         W("mlp.router.linear.weight").files_only       a tensor with a different name in transformers' model
         W("mlp.experts.gate_up_proj").T.every(0, 2)    every second output of a tensor with inputs before outputs
+        W("ngram_embedding.weight").sharded(128)       tensors of consecutive rows: ngram_embedding.shard_0.weight, …
     """
 
     name: str
@@ -31,6 +32,7 @@ class W:
     alternate: bool = False  # Whether the outputs of the parts are interleaved.
     transposed: bool = False  # Whether the tensor is stored as [ins, outs].
     is_files_only: bool = False  # Whether transformers' model uses a different name for the parameter.
+    shards: int = 0  # Maximum number of tensors that store the rows of the parameter. 0 for a single tensor.
 
     def each(self, name: str) -> "W":
         """Return the names of one tensor per expert. ``name`` follows the index of the expert."""
@@ -43,6 +45,10 @@ class W:
     def every(self, part: int, parts: int) -> "W":
         """Select the outputs ``part``, ``part + parts``, …"""
         return dataclasses.replace(self, part=part, parts=parts, alternate=True)
+
+    def sharded(self, shards: int) -> "W":
+        """Return the name of a tensor whose rows are stored in up to ``shards`` tensors."""
+        return dataclasses.replace(self, shards=shards)
 
     @property
     def T(self) -> "W":

@@ -1210,6 +1210,7 @@ SIZES = {
     "qwen3.5-397b-a17b": 396.3e9,
     "qwen3.8-27b": 26.9e9,  # of the text model
     "qwen3.8-2.4t-a95b": 2.42e12,  # 2.45e12 with the prediction layer
+    "qwen3.8-flash-next": 176.9e9,  # 180.0 in all files with the vision tower and the prediction layer
     "glm-5": 744e9,
     "glm-5.2": 743e9,
     "glm-5.3": 743e9,  # published for GLM-5, which has an indexer in every layer: 744e9

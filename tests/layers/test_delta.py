@@ -34,6 +34,7 @@ from nnxmoe.layers.recurrent.delta_rule import (
 from nnxmoe.layers.recurrent.gated_conv import GatedShortConv
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, unbounded_decays
 from nnxmoe.layers.recurrent.mamba2 import GroupedGatedNorm, Mamba2
+from nnxmoe.layers.recurrent.ngram import NGramBranch
 from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDeltaRule
 from nnxmoe.moe import tokamax
 from nnxmoe.moe.experts import UngatedExperts
@@ -359,7 +360,9 @@ def test_mistakes_in_other_layers_are_noticed(
 IDS = np.random.default_rng(0).integers(3, 56, (2, TOKENS))
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "kimi_k3", "nemotron_h", "lfm2"])
+@pytest.fixture(
+    scope="module", params=["qwen3_5_text", "kimi_linear", "kimi_k3", "nemotron_h", "lfm2", "qwen4_exp_text"]
+)
 def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
     case = load(request.param)
     return build(case.fields, case.weights)
@@ -411,7 +414,8 @@ def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
 
     def states(cache: Cache) -> list[Any]:
         past = cache.advance(1, None, None)[1]
-        kept = [one for stack in cache.layers for one in stack if isinstance(one, RecurrentState)]
+        layers = jax.tree.leaves(cache.layers, is_leaf=lambda one: isinstance(one, RecurrentState))
+        kept = [one for one in layers if isinstance(one, RecurrentState)]
         return [leaf for one in kept for leaf in jax.tree.leaves(one.state_before(past))]
 
     begun = model(IDS[:, :20], attention_mask=mask, cache=model.empty_cache(2, 32, 3)).cache
@@ -421,7 +425,7 @@ def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
         assert cache is not None
         found.append(states(dataclasses.replace(cache, length=cache.length - len(rest) + 1)))
     parts = [part for _, part in nnx.iter_graph(model.stacks)]
-    arrays = {GatedDeltaNet: 2, GatedShortConv: 1}
+    arrays = {GatedDeltaNet: 2, GatedShortConv: 1, NGramBranch: 2}
     assert len(found[0]) == sum(n * isinstance(part, kind) for part in parts for kind, n in arrays.items()) > 0
     for one, other, alone in zip(*found, strict=True):
         assert np.array_equal(one, other)

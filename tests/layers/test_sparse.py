@@ -21,7 +21,7 @@ from nnxmoe.layers.attention import indexer, pooled_indexer, sparse_attention
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, KeyBlocks
 from nnxmoe.layers.attention.indexer import Indexer, select_keys, topk_slots
 from nnxmoe.layers.attention.mla import MLA, MLADims
-from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
+from nnxmoe.layers.attention.pooled_indexer import MeanPoolIndexer
 from nnxmoe.layers.attention.sparse_attention import NO_SLOT
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
@@ -39,7 +39,7 @@ F32: Any = jnp.dtype("float32")
 ROPE = Rope(4, 100.0)
 WIDTHS = MLADims(12, 3, q_rank=7, kv_rank=5, nope=6, rope=4, v_dim=7)
 KINDS = ("deepseek_v32", "glm_moe_dsa")
-POOLED, BLOCKS = "glm5_next_text", "minimax_m3_vl_text"
+POOLED, BLOCKS, MEANS = "glm5_next_text", "minimax_m3_vl_text", "qwen4_exp_text"
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def made() -> Made:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
+@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS, MEANS])
 def test_every_split_of_a_prompt(kind: str, made: Made) -> None:
     """Cached chunks, padded on either side; packed segments are separate rows; the last token alone."""
     case, model = made(kind)
@@ -311,7 +311,7 @@ def engine_ids(model: Any, draft: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
+@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS, MEANS])
 def test_rows_of_an_engine_and_drafts_that_are_taken_back(kind: str, made: Made) -> None:
     _, model = made(kind)
     wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
@@ -319,7 +319,7 @@ def test_rows_of_an_engine_and_drafts_that_are_taken_back(kind: str, made: Made)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
+@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS, MEANS])
 def test_tokens_taken_back_leave_nothing(kind: str, made: Made) -> None:
     """The logits after rejected tokens are those without them, to the last bit."""
     case, model = made(kind)
@@ -471,8 +471,8 @@ def places_forgotten(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
-    right = PooledIndexer._own_pool
-    patch.setattr(PooledIndexer, "_own_pool", lambda self, *given: jnp.full_like(right(self, *given), NO_SLOT))
+    right = pooled_indexer._own_pool
+    patch.setattr(pooled_indexer, "_own_pool", lambda *given: jnp.full_like(right(*given), NO_SLOT))
 
 
 def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -502,6 +502,54 @@ def test_mistakes_with_pools_change_the_logits(plant: Plant, made: Made, monkeyp
     model = nnx.merge(*nnx.split(right))
     plant(model, monkeypatch)
     assert NOTICED < max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) < np.inf
+
+
+def rotated_by_the_last_token(model: Any, patch: pytest.MonkeyPatch) -> None:
+    right = Context.rotation_at
+    patch.setattr(Context, "rotation_at", lambda self, rope, positions: right(self, rope, positions + 1))
+
+
+def mean_after_the_norm(model: Any, patch: pytest.MonkeyPatch) -> None:
+    right = MeanPoolIndexer.keys
+    patch.setattr(
+        MeanPoolIndexer,
+        "keys",
+        lambda self, x, context: (self.k_norm(right(self, x, context)[0]), right(self, x, context)[1]),
+    )
+
+
+def scores_without_relu(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(indexer.jax.nn, "relu", lambda x: x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        own_pool_not_seen,
+        pools_from_the_second_token,
+        rotated_by_the_last_token,
+        mean_after_the_norm,
+        scores_without_relu,
+    ],
+)
+def test_mistakes_with_means_change_the_logits(plant: Plant, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, right = made(MEANS)
+    model = nnx.merge(*nnx.split(right))
+    plant(model, monkeypatch)
+    assert NOTICED < max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) < np.inf
+
+
+@pytest.mark.slow
+def test_int8_caches_keep_positions(made: Made) -> None:
+    """The keys of an indexer are int8, but the positions of its pools stay integers."""
+    case, _ = made(MEANS)
+    small = build(case.fields, case.weights, nnxmoe.Strategy(cache=nnxmoe.Int8Cache()))
+    cache = small.empty_cache(2, 24)
+    buffers = jax.tree.leaves(cache.layers[-1])
+    assert sorted({leaf.dtype.name for leaf in buffers}) == ["float32", "int32", "int8"]
+    logits, _ = feed(small, case.arrays["tokens"], [9, 8], mask=None, capacity=24)
+    assert 1e-4 < np.median(np.abs(logits - case.arrays["logits"])[:, 9:].max(-1)) < 0.2
 
 
 class Kept(TokenCache):

@@ -37,14 +37,14 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
 MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 16}  # at least 40 with an indexer
 MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
-MORE |= {"minimax_m3_vl_text": 24, "nemotron_h": 40, "hy_v4": 24, "kimi_k3": 12}
+MORE |= {"minimax_m3_vl_text": 24, "nemotron_h": 40, "hy_v4": 24, "kimi_k3": 12, "qwen4_exp_text": 16}
 MORE |= dict.fromkeys(("smollm3", "olmo3", "phi3", "gemma3_text", "exaone4"), 12)
 MORE |= dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid", "lfm2", "lfm2_moe"), 12)
 # Families whose names, or the order of these, differ.
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
 gemma4_text kimi_linear bailing_hybrid glm5_next_text step3p5
 nemotron_h minimax_m3_vl_text granite granitemoeshared granitemoehybrid lfm2 lfm2_moe
-smollm3 olmo3 phi3 gemma3_text exaone4 hy_v4 kimi_k3""".split()
+smollm3 olmo3 phi3 gemma3_text exaone4 hy_v4 kimi_k3 qwen4_exp_text""".split()
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
@@ -156,6 +156,7 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates moe_layer_end_index per_layer_config"
     own += " num_attention_heads_per_layer num_sliding_attention_heads query_pre_attn_scalar"
     own += " full_attn_idxs mamba_d_head no_rope_layers"
+    own += " ple_layer_ids ple_embed_dim"
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):

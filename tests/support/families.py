@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from nnxmoe.models import config_from_hf
 from tests.support.tiny import Fields, Weights
 
 V4_SPARSE, V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -84,12 +85,18 @@ def _stored(kind: str) -> Fields:
     return json.loads((FOLDER / f"{kind}.json").read_text())
 
 
+def constants_of(fields: Fields) -> Weights:
+    """The tensors of a checkpoint that config.json determines."""
+    return {name: np.array(values, np.int64) for name, values in config_from_hf(fields).constants.items()}
+
+
 def load(kind: str) -> Frozen:
     """The frozen case of a family."""
     from safetensors.numpy import load_file
 
     stored = _stored(kind)
-    return Frozen(stored["config"], weights_of(stored["shapes"]), load_file(FOLDER / f"{kind}.safetensors"))
+    weights = weights_of(stored["shapes"]) | constants_of(stored["config"])
+    return Frozen(stored["config"], weights, load_file(FOLDER / f"{kind}.safetensors"))
 
 
 def tokens_of(vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -256,6 +263,38 @@ def _hybrid_moe(rng: random.Random) -> Fields:
         "moe_intermediate_size": rng.choice([12, 20]),
         "shared_expert_intermediate_size": rng.choice([16, 28]),
         **_experts(rng, experts),
+    }
+
+
+def _qwen4_exp_text(rng: random.Random) -> Fields:
+    """Attention over pools of keys, streams, and n-grams in some recurrent layers, with and without the end token."""
+    fields, pool = _hybrid_moe(rng), rng.choice([1, 2, 3, 4])
+    width, orders, heads = fields["head_dim"], rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+    kinds = fields["layer_types"] or ["linear_attention"] * 3 + ["full_attention"]
+    kinds = [rng.choice(["full_attention", "indexed_attention"]) if "full" in kind else kind for kind in kinds]
+    linear = [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"]
+    return fields | {
+        "vocab_size": rng.choice([16, 24, 64]),
+        "eos_token_id": rng.choice([2, 5, [7, 2]]),
+        "layer_types": kinds,
+        "norm_topk_prob": rng.random() < 0.7,
+        "output_gate_type": rng.choice([None, "silu", "sigmoid", "sigmoid"]),
+        "hc_count": rng.choice([2, 3, 4]),
+        "hc_lowrank": rng.choice([5, 8]),
+        "indexer_n_heads": rng.choice([24, 32]),
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": width + rng.choice([0, 3]),
+        "indexer_compress_ratio": pool,
+        "indexer_budget": pool * rng.choice([1, 2, 3]),
+        "ple_layer_ids": rng.choice([None, linear, linear[:1], linear[-1:] * 2]),
+        "ple_embed_dim": orders * heads * rng.choice([3, 8]),
+        "ple_conv_kernel_size": rng.choice([2, 3, 4]),
+        "ngram_size": orders + 1,
+        "heads_per_ngram": heads,
+        "ngram_vocab_size_base": rng.choice([2, 20, 97, 500]),
+        "make_ngram_vocab_size_divisible_by": rng.choice([1, 8, 128]),
+        "seed": rng.choice([1234, 0, 7]),
+        "split_ngram_parts": rng.choice([1, 2, 3, 7]),
     }
 
 
@@ -986,12 +1025,20 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "exaone4": _exaone4,
     "qwen3_5_text": _hybrid,
     "qwen3_5_moe_text": _hybrid_moe,
+    "qwen4_exp_text": _qwen4_exp_text,
 }
 _HF_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 _REQUIRED: dict[str, Fields] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+    },
 }
 FAMILIES = {
     kind: Family(kind, draw, _HF_MODEL_TYPES.get(kind, kind), _REQUIRED.get(kind, {})) for kind, draw in _DRAWS.items()

@@ -1,7 +1,10 @@
-"""Writes ``tests/data/mtp`` with a live transformers: ``python -m tests.support.freeze_mtp``."""
+"""Writes ``tests/data/mtp`` with a live transformers: ``python -m tests.support.freeze_mtp [FAMILY…]``."""
 
+import dataclasses
 import json
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tests.support.families import FAMILIES, tokens_of, weights_of, write_config
-from tests.support.mtp import APART, CASES, FOLDER, STREAMED, fields_of, published, shapes_of
+from tests.support.families import FAMILIES, constants_of, tokens_of, weights_of, write_config
+from tests.support.mtp import APART, CASES, FOLDER, fields_of, published, shapes_of
 from tests.support.tiny import Fields, Weights
 
 for _config, _kind in (
@@ -33,55 +36,91 @@ def written(theirs: str, fields: Fields, folder: Path) -> dict[str, list[int]]:
     return {name: list(array.shape) for name, array in load_file(folder / "model.safetensors").items()}
 
 
-# DeepSeek-V4's names of the last norm, in a model of transformers -> of a prediction layer.
-LAST = {f"model.hc_head.hc_{end}": f"mtp.0.hc_head_{end}" for end in ("fn", "base", "scale")}
-LAST["model.norm.weight"] = "mtp.0.norm.weight"
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Names of a prediction layer with residual streams, which is the last layer of a model with one more.
+
+    Attributes:
+        layer: Prefix of the tensors that other layers have too.
+        last: Names of the last norm, in a model of transformers -> of the prediction layer.
+        token: Prefixes of the norm and the projection of the token.
+        state: Prefixes of the norm and the projection of the streams.
+        offset: What is added to the scales of norms.
+        wide: The fields of the model with one more layer.
+    """
+
+    layer: str
+    last: dict[str, str]
+    token: tuple[str, str]
+    state: tuple[str, str]
+    offset: float
+    wide: Callable[[Fields], Fields]
+
+    def name(self, number: int, name: str) -> str | None:
+        """The name of a tensor of the prediction layer, from that in a model of which it is the last layer."""
+        layer = f"model.layers.{number}."
+        return name.replace(layer, self.layer) if name.startswith(layer) else self.last.get(name)
 
 
-def of_streams(number: int, name: str) -> str | None:
-    """DeepSeek-V4's name of a tensor of a prediction layer, from that in a model of which it is the last layer."""
-    layer = f"model.layers.{number}."
-    return name.replace(layer, "mtp.0.") if name.startswith(layer) else LAST.get(name)
+_V4_LAST = {f"model.hc_head.hc_{end}": f"mtp.0.hc_head_{end}" for end in ("fn", "base", "scale")}
+_MIXER = [f"hyper_connection_mixer.{x}.weight" for x in ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")]
+STREAMS = {
+    "deepseek_v4": Streams(  # ``MTPBlock``
+        "mtp.0.", _V4_LAST | {"model.norm.weight": "mtp.0.norm.weight"}, ("mtp.0.enorm", "mtp.0.e_proj"),
+        ("mtp.0.hnorm", "mtp.0.h_proj"), 0.0, lambda fields: {"num_hidden_layers": fields["num_hidden_layers"] + 1},
+    ),
+    "qwen4_exp_text": Streams(  # ``Qwen4ExpMultiTokenPredictor`` in vLLM
+        "mtp.layers.0.", {f"model.{name}": f"mtp.{name}" for name in _MIXER},
+        ("mtp.pre_fc_norm_embedding", "mtp.fc_embedding"), ("mtp.pre_fc_norm_hidden", "mtp.fc_hidden"), 1.0,
+        lambda fields: {
+            "num_hidden_layers": fields["num_hidden_layers"] + 1,
+            "layer_types": [*fields["layer_types"], "full_attention"],
+        },
+    ),
+}  # fmt: skip
 
 
-def write_streamed(folder: Path, fields: Fields, seed: int) -> Weights:
-    """`write_theirs` of DeepSeek-V4. In transformers its prediction layer is the last of a model with one more."""
-    last, dim = fields["num_hidden_layers"], fields["hidden_size"]
+def write_streamed(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
+    """`write_theirs` of a model with streams."""
+    last, dim, names = fields["num_hidden_layers"], fields["hidden_size"], STREAMS[theirs]
     with tempfile.TemporaryDirectory() as name:
-        wide = written(STREAMED, fields | {"num_hidden_layers": last + 1}, Path(name))
+        wide = written(theirs, fields | names.wide(fields), Path(name))
     shapes = {name: shape for name, shape in wide.items() if f".layers.{last}." not in name}
-    shapes |= {new: shape for name, shape in wide.items() if (new := of_streams(last, name))}
-    shapes |= {f"mtp.0.{name}_proj.weight": [dim, dim] for name in "eh"}
-    made = weights_of(shapes | {f"mtp.0.{name}norm.weight": [dim] for name in "eh"}, seed)
+    shapes |= {new: shape for name, shape in wide.items() if (new := names.name(last, name))}
+    shapes |= {f"{project}.weight": [dim, dim] for _, project in (names.token, names.state)}
+    width = dim * fields["hc_count"] if names.offset else dim
+    shapes |= {f"{names.token[0]}.weight": [dim], f"{names.state[0]}.weight": [width]}
+    made = weights_of(shapes, seed) | constants_of(fields)
     write_config(folder, fields)
     save_file(made, folder / "model.safetensors", {"format": "pt"})
     return made
 
 
-def run_streamed(folder: Path, tokens: np.ndarray) -> list[np.ndarray]:
-    """`run_theirs` of DeepSeek-V4; the streams before the last layer are replaced by what its ``MTPBlock`` makes."""
+def run_streamed(folder: Path, theirs: str, tokens: np.ndarray) -> list[np.ndarray]:
+    """`run_theirs` of a model with streams; those before the last layer are replaced by its input."""
     fields, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     last, kind, ids = fields["num_hidden_layers"], transformers.AutoModelForCausalLM, torch.tensor(tokens).long()
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    main = kind.from_pretrained(folder, **options).eval()
+    main, names = kind.from_pretrained(folder, **options).eval(), STREAMS[theirs]
     with tempfile.TemporaryDirectory() as name:
-        names = written(STREAMED, fields | {"num_hidden_layers": last + 1}, Path(name))
+        wide = written(theirs, fields | names.wide(fields), Path(name))
         save_file(
-            {each: stored[of_streams(last, each) or each] for each in names},
+            {each: stored[names.name(last, each) or each] for each in wide},
             Path(name) / "model.safetensors",
             {"format": "pt"},
         )
         ahead, info = kind.from_pretrained(name, output_loading_info=True, **options)
         assert not any(info.values()), info
 
-    def unit(x: torch.Tensor, part: str) -> torch.Tensor:
-        scale = torch.tensor(stored[f"mtp.0.{part}norm.weight"])
-        return torch.nn.functional.rms_norm(x, scale.shape, scale, fields["rms_norm_eps"])
+    def projected(x: torch.Tensor, parts: tuple[str, str]) -> torch.Tensor:
+        """The projection of the normalized token or streams, ``[B, T, streams, D]``."""
+        scale, kernel = (torch.tensor(stored[f"{part}.weight"]) for part in parts)
+        x = torch.nn.functional.rms_norm(x, scale.shape, names.offset + scale, fields["rms_norm_eps"])
+        return x.reshape(*tokens.shape, -1, fields["hidden_size"]) @ kernel.T
 
     def joined(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        e, h = (torch.tensor(stored[f"mtp.0.{part}_proj.weight"]).T for part in "eh")
-        token = unit(ahead.model.embed_tokens(ids.roll(-1, 1)), "e") @ e  # the last position's is cut off
-        return (token[:, :, None] + unit(given[0], "h") @ h,)
+        token = projected(ahead.model.embed_tokens(ids.roll(-1, 1)), names.token)  # the last position's is cut off
+        return ((token + projected(given[0], names.state)).reshape(given[0].shape), *given[1:])
 
     ahead.model.layers[last].register_forward_pre_hook(joined)
     with torch.no_grad():
@@ -90,8 +129,8 @@ def run_streamed(folder: Path, tokens: np.ndarray) -> list[np.ndarray]:
 
 def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
     """Writes a checkpoint with prediction layers, and returns its tensors without their copies."""
-    if theirs == STREAMED:
-        return write_streamed(folder, fields, seed)
+    if theirs in STREAMS:
+        return write_streamed(folder, theirs, fields, seed)
     shapes = written(theirs, fields, folder)
     made = weights_of(shapes | shapes_of(fields, shapes), seed)
     stored = made if theirs in APART else published(fields, made)  # transformers reads the numbers of layers only
@@ -101,8 +140,8 @@ def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weight
 
 def run_theirs(folder: Path, theirs: str, tokens: np.ndarray) -> list[np.ndarray]:
     """Logits ``[B, T - k, V]`` of the model and of each depth of ``MtpModel``, both loaded from the folder."""
-    if theirs == STREAMED:
-        return run_streamed(folder, tokens)
+    if theirs in STREAMS:
+        return run_streamed(folder, theirs, tokens)
     main, ahead = _load(folder, theirs)
     ids = torch.tensor(tokens).long()
     with torch.no_grad():
@@ -159,5 +198,5 @@ def freeze(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in CASES:
+    for each in sys.argv[1:] or CASES:
         freeze(each)

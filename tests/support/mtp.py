@@ -17,11 +17,12 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.models import model_class
-from tests.support.families import FAMILIES, Frozen, weights_of
+from tests.support.families import FAMILIES, Frozen, constants_of, weights_of
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FOLDER = Path(__file__).parents[1] / "data" / "mtp"
-CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1, "glm_moe_dsa": 1, "deepseek_v4": 1}  # family -> number of depths
+# Family -> number of depths.
+CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1, "glm_moe_dsa": 1, "deepseek_v4": 1, "qwen4_exp_text": 1}
 # Families whose published files have these tensors apart from the layers -> the names of those of no layer.
 APART = {
     "qwen3_next": {
@@ -31,14 +32,15 @@ APART = {
         "shared_head.norm": "norm",
     }
 }
-STREAMED = "deepseek_v4"  # stored under names of its own, without copies
+STREAMED = "deepseek_v4", "qwen4_exp_text"  # stored under names of their own, without copies
 OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # the tensors that other layers do not have
 
 
 def fields_of(kind: str, depths: int) -> Fields:
     """The frozen config of a family, with prediction layers. Kimi K2 is DeepSeek-V3 under another name."""
     more = {"full_attention_interval": 2} if kind == "qwen3_next" else {}  # the last layer has attention
-    return FAMILIES[kind].frozen | {"num_nextn_predict_layers": depths} | more
+    name = "mtp_num_hidden_layers" if kind == "qwen4_exp_text" else "num_nextn_predict_layers"
+    return FAMILIES[kind].frozen | {name: depths} | more
 
 
 def shapes_of(fields: Fields, main: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -59,7 +61,7 @@ def published(fields: Fields, weights: Weights) -> Weights:
         own = {f"{first}{old}.weight": f"mtp.{new}.weight" for old, new in apart.items()}
         return {own.get(name, name.replace(first, "mtp.layers.0.")): array for name, array in weights.items()}
     found = dict(weights)
-    if fields["model_type"] == STREAMED:
+    if fields["model_type"] in STREAMED:
         return found
     for k in range(fields["num_nextn_predict_layers"]):
         layer = f"model.layers.{fields['num_hidden_layers'] + k}."
@@ -93,7 +95,7 @@ def with_mtp() -> nnxmoe.CausalLM:
 def load_mtp(kind: str) -> Frozen:
     """A frozen case, with the logits of depth k = 0, 1, … as ``logits.{k}``."""
     stored = json.loads((FOLDER / f"{kind}.json").read_text())
-    fields, weights = stored["config"], weights_of(stored["shapes"])
+    fields, weights = stored["config"], weights_of(stored["shapes"]) | constants_of(stored["config"])
     return Frozen(fields, published(fields, weights), load_file(FOLDER / f"{kind}.safetensors"))
 
 

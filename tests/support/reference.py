@@ -99,8 +99,10 @@ def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weight
     config = transformers.CONFIG_MAPPING[theirs](**json.loads(json.dumps(fields)))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     path = folder / "model.safetensors"
-    shapes = {_published(name): array.shape for name, array in load_file(path).items()}
-    made = weights_of(shapes, seed)
+    stored = load_file(path)
+    shapes = {_published(name): array.shape for name, array in stored.items()}
+    constants = {name: array for name, array in stored.items() if ".ple_embedding." in name and array.dtype == np.int64}
+    made = weights_of(shapes, seed) | constants
     save_file(made, path, {"format": "pt"})
     return made
 

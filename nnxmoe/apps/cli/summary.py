@@ -170,7 +170,9 @@ def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tu
 
 
 def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
-    """Return the fraction of a parameter that one token uses."""
+    """Return the fraction of a parameter that one token uses. It uses few rows of an n-gram table."""
+    if parameter.key == "layer.ngram.embed.table":
+        return 0.0
     return config.experts_per_token / parameter.experts if parameter.experts else 1.0
 
 
@@ -193,7 +195,7 @@ def _buffer_elements(model: CausalLM, config: DecoderConfig) -> int:
 
 def _part(key: str) -> str:
     names = key.split(".")
-    if "streams" in key or "residual" in key or key.startswith("norm.weights."):
+    if "streams" in key or "residual" in key or key.startswith(("norm.weights.", "norm.down.", "norm.up.")):
         return "residual streams"
     if names[0] != "layer":
         return {"embed": "embedding", "head": "head", "norm": "norms"}[names[0]]
@@ -203,6 +205,7 @@ def _part(key: str) -> str:
         parts = {"router": "router", "experts": "routed experts", "shared": "shared experts"}
         return parts.get(names[2], "projections around experts")
     parts = {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp", "own": "inputs of layers"}
+    parts["ngram"] = "n-grams"
     return parts[names[1]]
 
 

@@ -76,8 +76,8 @@ class ParamSize:
 
     @property
     def is_table(self) -> bool:
-        """Whether the variable is the embedding table."""
-        return self.key == "embed.table"
+        """Whether the variable is an embedding table."""
+        return self.key.endswith("embed.table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,16 +217,16 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
     Capacities are in tokens. `None` is an unlimited capacity. Recurrent states have capacity 1.
     """
 
-    def size(attention: Any, capacity: int) -> int:
-        buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
+    def size(layer: Any, capacity: int) -> int:
+        buffers = jax.eval_shape(lambda: jax.tree.leaves(layer.empty_cache(1, capacity, model.dtype)))
         return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
     sizes, max_capacity = Counter[int | None](), 2**30
     for stack in model.stacks:
         assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
         for layer in stack.layers:
-            if token := size(layer.attention, 1):
-                slots = size(layer.attention, max_capacity) // token
+            if token := size(layer, 1):
+                slots = size(layer, max_capacity) // token
                 sizes[None if slots == max_capacity else slots] += token
     return dict(sizes)
 

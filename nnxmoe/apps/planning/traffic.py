@@ -84,7 +84,7 @@ def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
     axes = tuple(axis for axis in param.axes if axis in token_axes and axis not in computed_axes)
     size, times, fraction = step.gathered(param), step.runs(param), 1 - 1 / shard_count(mesh, axes)
     if param.is_table and axes:
-        _embeddings(step, axes, param.over[0], sums)
+        _embeddings(step, axes, param.over[-2], sums)
     is_gathered = axes and (not param.is_table or param.role == "head")
     if is_gathered:
         passes = 2 if work.train and work.remat and param.role != "head" else 1
@@ -124,7 +124,8 @@ def _activations(step: PlannedStep, sums: _Sums) -> None:
             size = _tokens(step, run) * step.config.experts_per_token * width * (1 - 1 / experts)
             sums.add("all-to-all", ("expert",), "tokens", size, 2 * (passes + recomputed) * step.runs(run))
     if tensor > 1:
-        norms = "attention_norm.scale", "attention_post_norm.scale"  # each layer has at least one of the two
+        # Each layer has at least one of these norms.
+        norms = "attention_norm.scale", "attention_post_norm.scale", "attention_streams.scale"
         for run in _runs(param for param in step.parts if param.layers and param.key.endswith(norms)):
             size = 2 * _tokens(step, run) * width * (1 - 1 / tensor)
             sums.add("all-reduce", ("tensor",), "tokens", size, 2 * passes * step.runs(run))

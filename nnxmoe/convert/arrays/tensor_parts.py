@@ -13,6 +13,7 @@ import numpy as np
 from nnxmoe.convert.arrays.boxes import Box, sizes, whole
 from nnxmoe.convert.arrays.coded_array import coded_array
 from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray, LazyArrays
+from nnxmoe.convert.arrays.tensor_shards import join_shards
 from nnxmoe.convert.files.host_memory import transpose_matrices
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 
@@ -95,6 +96,7 @@ def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
         table: Parameter key -> tensor name and slice.
         arrays: Tensors of a checkpoint by name.
     """
+    arrays = join_shards(table, arrays)
     rows = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
     split_names = {(w.name, w.per_expert) for w, _ in rows if not w.whole}
     parts_of: dict[tuple[str, ...], list[tuple[W, int]]] = {}

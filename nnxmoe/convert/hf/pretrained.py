@@ -26,6 +26,7 @@ from nnxmoe.convert.arrays.load_model import load_model
 from nnxmoe.convert.arrays.load_report import LoadReport
 from nnxmoe.convert.arrays.model_arrays import model_arrays
 from nnxmoe.convert.arrays.tensor_parts import split_tensors
+from nnxmoe.convert.arrays.tensor_shards import split_shards
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.safetensors import TensorInfo, dtype_code
 from nnxmoe.convert.hf.auxiliary_files import generation_fields, write_auxiliary_files
@@ -35,7 +36,8 @@ from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
 from nnxmoe.convert.hf.tensor_layout import (
     EMBED,
     HEAD,
-    empty_tensors,
+    constant_tensors,
+    refuse_other_constants,
     refuse_oversized_config,
     repeated_tensors,
     report_tensors,
@@ -88,7 +90,7 @@ def from_pretrained(
         CheckpointError, ConfigError: If the checkpoint or its config is invalid. Both are ValueErrors.
         LoadError: If tensors are missing or have a wrong shape. A subclass of CheckpointError.
     """
-    dtype = float_dtype(dtype)
+    dtype, error = float_dtype(dtype), None
     check_quantize_options(quantize, keep_quantized)
     strategy = with_mesh(strategy, mesh)
     refuse_preset(path_or_hub_id)
@@ -99,10 +101,10 @@ def from_pretrained(
         tensors = tensor_arrays(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
         arrays = split_tensors(family.hf_names(config), tensors)
         refuse_oversized_config(config, arrays, checkpoint.config_file)
+        refuse_other_constants(config, arrays)
         model = family.model(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, generation_notes = generation_fields(checkpoint.folder, config)
         notes += (*generation_notes, *_other_copies(model, checkpoint), *checkpoint.notes)
-        error = None
         if keep_quantized:
             arrays = keep_codes(model, arrays)
         elif quantize is not None:
@@ -228,7 +230,9 @@ def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArr
         elif dtype is not None and not keeps_dtype(layout.parts[0].variable):
             tensors[name] = tensors[name].astype(dtype)
     tensors, quantization = compress_tensors(model, layouts, tensors)
-    return tensors | empty_tensors(model), quantization
+    keys = {name: layout.key for name, layout in layouts.items()}
+    tensors = split_shards(family_of(model).hf_names(model.config), keys, tensors)
+    return tensors | constant_tensors(model), quantization
 
 
 def _shares(tensors: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:

@@ -131,10 +131,11 @@ def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
     return originals
 
 
-def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
-    """Return the empty tensors that the family's reference implementation stores in MoE layers."""
+def constant_tensors(model: CausalLM) -> dict[str, LazyArray]:
+    """Return the tensors that the reference implementation stores beside parameters: empty tensors and constants."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
-    tensors: dict[str, LazyArray] = {}
+    constants = {name: np.array(values, np.int64) for name, values in model.config.constants.items()}
+    tensors = {name: LazyArray.from_array(array) for name, array in constants.items()}
     for name, shape in model.config.empty_tensors.items():
         for router in routers:
             array = LazyArray.from_array(np.empty(shape, router.variable.dtype))
@@ -157,6 +158,13 @@ def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, config_pa
             f"{config_path}: num_hidden_layers is {layers}{count}, but the files contain {len(shapes)} tensors in all: "
             "check that config.json belongs to these files and that no file is missing"
         )
+
+
+def refuse_other_constants(config: DecoderConfig, arrays: LazyArrays) -> None:
+    """Raise CheckpointError if a stored constant differs from the constant that the config determines."""
+    for name, values in config.constants.items():
+        if name in arrays and not np.array_equal(values, np.asarray(arrays[name])):
+            raise CheckpointError(f"{name} does not fit config.json: check that config.json belongs to these files")
 
 
 def report_tensors(
@@ -212,6 +220,7 @@ def _skip_rules(
         "copies of the embedding and the head (the main model's tensors are used)": lambda name: name in copied_names,
         "empty tensors": lambda name: 0 in arrays[name].shape,
         "tensors that the family does not use": lambda name: name in ignored_names,
+        "constants (computed)": lambda name: name in config.constants,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "scales of activations and caches (which are not quantized)": lambda name: name.endswith(ACTIVATION_SCALES),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,

@@ -86,14 +86,21 @@ class BlockIndexer(nnx.Module):
         """Number of selected keys per query."""
         return self.blocks.size * self.blocks.count
 
-    def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
-        """Compute one key per token."""
+    @property
+    def groups(self) -> int:
+        """Number of head groups."""
+        return self.q.outs[0]
+
+    def empty_keys(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
+        """Create the cache buffers of `keys`."""
+        return jnp.zeros((batch, capacity, self.k.outs[0]), dtype)
+
+    def keys(self, x: Float[Array, "B T D"], context: Context) -> Any:
+        """Compute one key per token, ``[B, T, H]``."""
         return context.rotate(self.k_norm(self.k(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
 
-    def select(
-        self, x: Float[Array, "B T_out D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
-    ) -> SelectedSlots:
-        """Select the slots of the keys that each query attends to.
+    def select(self, x: Float[Array, "B T_out D"], keys: Any, mask: Mask, context: Context) -> SelectedSlots:
+        """Select the slots of the keys ``[B, S, H]`` that each query attends to.
 
         Returns:
             Slots ``[B * heads, T, topk]`` of the keys in the selected blocks up to each query, in ascending order. The
@@ -156,7 +163,7 @@ def windowed_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows 
 
 
 class IndexedGQA(GQA):
-    """`GQA` in which each head group attends only to the key blocks selected by a `BlockIndexer`.
+    """`GQA` in which each head group attends only to the keys selected by a `BlockIndexer`.
 
     The outputs are bitwise equal to the outputs of `GQA` if there are at most ``topk`` keys.
     """
@@ -173,15 +180,15 @@ class IndexedGQA(GQA):
         new_values = k, v, self.indexer.keys(x, context=context)
         cache, (k, v, index_keys), mask = context.append_to_cache(cache, new_values, None)
         attention_fn = self.attention_fn
-        if index_keys.shape[1] > self.topk:
+        if k.shape[2] > self.topk:
             selected = self.indexer.select(context.output_tokens(x), index_keys, mask=mask, context=context)
-            attention_fn = PerGroupAttention(SparseAttention(selected, attention_fn), self.indexer.q.outs[0])
+            attention_fn = PerGroupAttention(SparseAttention(selected, attention_fn), self.indexer.groups)
         return cache, k, v, mask, attention_fn
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
         """Create a cache with one slot per token, for keys, values and indexer keys."""
-        cache, width = super().empty_cache(batch, capacity, dtype, lookahead), self.indexer.k.outs[0]
-        return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
+        cache = super().empty_cache(batch, capacity, dtype, lookahead)
+        return dataclasses.replace(cache, buffers=(*cache.buffers, self.indexer.empty_keys(batch, capacity, dtype)))
 
 
 @dataclasses.dataclass(frozen=True)

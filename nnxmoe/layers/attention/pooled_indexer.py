@@ -1,5 +1,6 @@
-"""Indexer that selects pools of consecutive keys (GLM-5.3, 2026)."""
+"""Indexers that select pools of consecutive keys (GLM-5.3, 2026; Qwen3.8-Flash-Next, 2026)."""
 
+from collections.abc import Callable
 from typing import Unpack
 
 import jax
@@ -8,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
+from nnxmoe.layers.attention.block_indexer import BlockIndexer
 from nnxmoe.layers.attention.indexer import Indexer, gather_slots, select_keys, sort_padding_last
 from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots
 from nnxmoe.layers.cache import SlotMetadata
@@ -58,32 +60,111 @@ class PooledIndexer(Indexer):
 
         The slots are not sorted. ``topk`` is ``pool`` times the number of pools to select, plus ``pool - 1``.
         """
-        batch, size = keys.shape[:2]
-        order, tokens, offset = sort_padding_last(mask.keys, (batch, size))
-        token_count = jnp.sum(tokens.index >= 0, axis=1, keepdims=True)
-        is_last = (offset % self.pool == self.pool - 1) & (jnp.arange(size) < token_count)
-        ends = jax.vmap(lambda row: jnp.nonzero(row, size=size // self.pool, fill_value=NO_SLOT)[0])(is_last)
-        is_pool = ends != NO_SLOT
-        token_index = jnp.where(is_pool, ends, self.pool - 1)[..., None] - jnp.arange(self.pool - 1, -1, -1)
-        slots = gather_tokens(order, token_index)
-        inputs = self.q(q_latent), self.weights(x), self._pool_keys(gather_tokens(keys, slots))
-        ends = token_index[..., -1]
-        segment = None if tokens.segment is None else gather_tokens(tokens.segment, ends)
-        pools = SlotMetadata(jnp.where(is_pool, ends, -1), None, segment)
-        pool_mask = Mask(mask.query_index, mask.query_segment, pools, None)
-        selected = select_keys(*jax.lax.stop_gradient(inputs), pool_mask, (topk - self.pool + 1) // self.pool)
-        selected_slots = gather_slots(slots, selected).reshape(*selected.shape[:2], -1)
-        local_slots = self._own_pool(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order)
-        return jnp.concatenate([selected_slots, local_slots], axis=-1).astype(jnp.int32)
+        q, weights, count = self.q(q_latent), self.weights(x), (topk - self.pool + 1) // self.pool
+
+        def pool_keys(slots: Int[Array, "B P pool"]) -> Float[Array, "B P H"]:
+            return self._pool_keys(gather_tokens(keys, slots))
+
+        return select_pools(q, weights, pool_keys, mask, keys.shape[1], pool=self.pool, count=count)
 
     def _pool_keys(self, keys: Float[Array, "B P pool both"]) -> Float[Array, "B P H"]:
         keys, gates = jnp.split(keys, 2, axis=-1)
         weights = jax.nn.softmax(gates.astype(jnp.float32) + self.place[...].astype(jnp.float32), axis=2)
         return jnp.sum(weights.astype(keys.dtype) * keys, axis=2)
 
-    def _own_pool(self, index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"]) -> SelectedSlots:
-        """Return the slots of each query's incomplete pool up to the query, or `NO_SLOT` if the pool is complete."""
-        distance = jnp.arange(self.pool - 1)
-        count = (gather_tokens(offset, jnp.maximum(index, 0)) + 1) % self.pool
-        slots = gather_tokens(order, jnp.maximum(index[..., None] - distance, 0))
-        return jnp.where((distance < count[..., None]) & (index >= 0)[..., None], slots, NO_SLOT)
+
+class MeanPoolIndexer(BlockIndexer):
+    """`BlockIndexer` in which all heads attend to the blocks with the best mean keys (Qwen3.8-Flash-Next, 2026).
+
+    A block's key is the mean of its keys, normalized, and rotated by the position of the block's first token. The score
+    of a block is the sum of ``relu(q · key)`` over the queries of a token. Only complete blocks are selected. A query
+    also attends to the tokens up to the query in its own block if this block is incomplete. Source:
+    ``Qwen4ExpTextQSAIndexer`` in transformers 5.24.
+    """
+
+    @property
+    def groups(self) -> int:
+        return 1
+
+    @property
+    def topk(self) -> int:
+        return super().topk + self.blocks.size - 1
+
+    def keys(self, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T H"], Int[Array, "B T 1"]]:
+        """Compute the key of each token before norm and rotation, with the token's position."""
+        assert context.positions is not None
+        return self.k(x), jnp.broadcast_to(context.positions, x.shape[:2])[..., None]
+
+    def empty_keys(self, batch: int, capacity: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+        return super().empty_keys(batch, capacity, dtype), jnp.zeros((batch, capacity, 1), jnp.int32)
+
+    def select(
+        self,
+        x: Float[Array, "B T_out D"],
+        keys: tuple[Float[Array, "B S H"], Int[Array, "B S 1"]],
+        mask: Mask,
+        context: Context,
+    ) -> SelectedSlots:
+        """Return the slots of the keys in the selected blocks, then the slots of the query's incomplete block."""
+        q = context.rotate(self.q_norm(self.q(x)), self.rotary, self.rotate)
+        token_keys, positions = keys
+
+        def pool_keys(slots: Int[Array, "B P pool"]) -> Float[Array, "B P H"]:
+            means = jnp.mean(gather_tokens(token_keys, slots).astype(jnp.float32), axis=2).astype(token_keys.dtype)
+            rotation = context.rotation_at(self.rotary, gather_tokens(positions[..., 0], slots[..., 0]))
+            return self.rotate(self.k_norm(means)[:, :, None], rotation)[:, :, 0]
+
+        weights = jnp.ones(q.shape[:3], q.dtype)
+        pool, count = self.blocks.size, self.blocks.count
+        return select_pools(q, weights, pool_keys, mask, token_keys.shape[1], pool=pool, count=count)
+
+
+def select_pools(
+    q: Float[Array, "B T N H"],
+    weights: Float[Array, "B T N"],
+    pool_keys: Callable[[Int[Array, "B P pool"]], Float[Array, "B P H"]],
+    mask: Mask,
+    size: int,
+    *,
+    pool: int,
+    count: int,
+) -> SelectedSlots:
+    """Select the ``count`` pools with the highest weighted scores; see `select_keys`.
+
+    Args:
+        q: Queries.
+        weights: Weight of each query.
+        pool_keys: Function that computes the keys of pools from the slots of their tokens.
+        mask: Mask of the queries and all slots.
+        size: Number of slots.
+        pool: Number of tokens per pool.
+        count: Number of pools to select.
+
+    Returns:
+        The slots of the selected pools, followed by the slots of the query's incomplete pool. The slots are not sorted.
+    """
+    order, tokens, offset = sort_padding_last(mask.keys, (len(q), size))
+    token_count = jnp.sum(tokens.index >= 0, axis=1, keepdims=True)
+    is_last = (offset % pool == pool - 1) & (jnp.arange(size) < token_count)
+    ends = jax.vmap(lambda row: jnp.nonzero(row, size=size // pool, fill_value=NO_SLOT)[0])(is_last)
+    is_pool = ends != NO_SLOT
+    token_index = jnp.where(is_pool, ends, pool - 1)[..., None] - jnp.arange(pool - 1, -1, -1)
+    slots = gather_tokens(order, token_index)
+    ends = token_index[..., -1]
+    segment = None if tokens.segment is None else gather_tokens(tokens.segment, ends)
+    pools = SlotMetadata(jnp.where(is_pool, ends, -1), None, segment)
+    inputs = jax.lax.stop_gradient((q, weights, pool_keys(slots)))
+    selected = select_keys(*inputs, Mask(mask.query_index, mask.query_segment, pools, None), count)
+    selected_slots = gather_slots(slots, selected).reshape(*selected.shape[:2], -1)
+    local_slots = _own_pool(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order, pool)
+    return jnp.concatenate([selected_slots, local_slots], axis=-1).astype(jnp.int32)
+
+
+def _own_pool(
+    index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"], pool: int
+) -> SelectedSlots:
+    """Return the slots of each query's incomplete pool up to the query, or `NO_SLOT` if the pool is complete."""
+    distance = jnp.arange(pool - 1)
+    count = (gather_tokens(offset, jnp.maximum(index, 0)) + 1) % pool
+    slots = gather_tokens(order, jnp.maximum(index[..., None] - distance, 0))
+    return jnp.where((distance < count[..., None]) & (index >= 0)[..., None], slots, NO_SLOT)

@@ -5,24 +5,53 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.cache_buffer import gather_tokens
 
 
+def recent_tokens(
+    inputs: Shaped[Array, "B _ ..."], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None, count: int
+) -> Shaped[Array, "B n count ..."]:
+    """Gather the last ``count`` tokens up to each index in ``places``. Tokens of other segments are set to zero.
+
+    Args:
+        inputs: The ``count`` tokens before a pass, in segment 0, followed by the tokens of the pass.
+        places: Indices of tokens of the pass.
+        segment: Segment of each token of the pass. If ``None``, all tokens are in segment 0.
+        count: Number of tokens to gather per index.
+    """
+    places = jnp.maximum(places, 0)[:, :, None] + 1 + jnp.arange(count)
+    tokens = gather_tokens(inputs, places)
+    if segment is None:
+        return tokens
+    segments = gather_tokens(jnp.pad(segment, ((0, 0), (count, 0))), places)
+    same_segment = segments == segments[:, :, -1:]
+    return jnp.where(same_segment.reshape(*same_segment.shape, *(1,) * (inputs.ndim - 2)), tokens, 0)
+
+
 class ShortConv(nnx.Module):
-    """Short depthwise convolution ``silu(sum_j w[j] x[t - taps + 1 + j] + bias)``, computed in float32.
+    """Short depthwise convolution ``silu(sum_j w[j] x[t - (taps - 1 - j) * dilation] + bias)``, computed in float32.
 
     The weight is ``[channels, 1, taps]``, as in checkpoints. If ``linear``, there is no ``silu``.
     """
 
     bias: Any = None
     linear: bool = False
+    dilation: int = 1
 
     def __init__(
-        self, channels: int, taps: int, *, bias: bool = False, linear: bool = False, **kw: Unpack[ParamOptions]
+        self,
+        channels: int,
+        taps: int,
+        *,
+        bias: bool = False,
+        linear: bool = False,
+        dilation: int = 1,
+        **kw: Unpack[ParamOptions],
     ):
+        self.dilation = dilation
         init, zeros = nnx.initializers.normal(taps**-0.5), nnx.initializers.zeros
         self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, **kw)
         self.bias = parameter((channels,), ("mlp",), zeros, **kw) if bias else None
@@ -32,6 +61,11 @@ class ShortConv(nnx.Module):
     def taps(self) -> int:
         """Filter width: the number of tokens that an output depends on, including the current token."""
         return self.weight.shape[-1]
+
+    @property
+    def window_size(self) -> int:
+        """Number of earlier tokens that the filter spans."""
+        return (self.taps - 1) * self.dilation
 
     def filters(self) -> Float[Array, "channels 1 taps"]:
         """Return the filter of each channel."""
@@ -44,22 +78,22 @@ class ShortConv(nnx.Module):
 
         Args:
             x: Input tokens.
-            window: The ``taps - 1`` tokens before ``x``, in segment 0.
+            window: The `window_size` tokens before ``x``, in segment 0.
             segment: Segment of each token: the number of segments that start at or before the token. Outputs only
                 depend on tokens in the same segment. If ``None``, all tokens are in segment 0.
 
         Returns:
             The outputs, and the concatenation of ``window`` and ``x``.
         """
-        length, window_size = x.shape[1], self.taps - 1
+        length, offsets = x.shape[1], [tap * self.dilation for tap in range(self.taps)]
         inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
         weight, outputs = self.filters().astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
         same_segment = None
         if segment is not None:
-            input_segment = jnp.pad(segment, ((0, 0), (window_size, 0)))
-            same_segment = [input_segment[:, tap : tap + length] == segment for tap in range(self.taps)]
-        for tap in range(self.taps):
-            term = inputs[:, tap : tap + length].astype(jnp.float32) * weight[:, 0, tap]
+            input_segment = jnp.pad(segment, ((0, 0), (self.window_size, 0)))
+            same_segment = [input_segment[:, start : start + length] == segment for start in offsets]
+        for tap, start in enumerate(offsets):
+            term = inputs[:, start : start + length].astype(jnp.float32) * weight[:, 0, tap]
             if same_segment is not None:
                 term = jnp.where(same_segment[tap][:, :, None], term, 0)
             outputs += term
@@ -70,17 +104,11 @@ class ShortConv(nnx.Module):
     def windows(
         self, inputs: Float[Array, "B _ channels"], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None
     ) -> Float[Array, "B n _ channels"]:
-        """Gather the last ``taps - 1`` tokens up to each index in ``places``. Tokens of other segments are set to zero.
+        """Gather the last `window_size` tokens up to each index in ``places``; see `recent_tokens`.
 
         ``inputs`` is the second output of ``__call__``, the concatenation of window and input tokens.
         """
-        window_size = self.taps - 1
-        places = jnp.maximum(places, 0)[:, :, None] + 1 + jnp.arange(window_size)
-        windows = gather_tokens(inputs, places)
-        if segment is None:
-            return windows
-        segments = gather_tokens(jnp.pad(segment, ((0, 0), (window_size, 0))), places)
-        return jnp.where((segments == segments[:, :, -1:])[..., None], windows, 0)
+        return recent_tokens(inputs, places, segment, self.window_size)
 
 
 class SeparateConvs(ShortConv):

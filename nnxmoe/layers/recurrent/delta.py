@@ -100,7 +100,7 @@ class FusedProjection(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention with the gated delta rule: ``out(norm(delta(conv(q, k, v))) * silu(z))``.
+    """Linear attention with the gated delta rule: ``out(norm(delta(conv(q, k, v))) * activation(z))``.
 
     Decays are ``exp(-exp(a_log) softplus(a + dt_bias))``. Update strengths are ``sigmoid(b)``. The state of a row
     consists of a float32 matrix ``[key_dim value_dim]`` per head and the most recent inputs of the convolution. Passes
@@ -114,6 +114,7 @@ class GatedDeltaNet(nnx.Module):
         eps: Epsilon for the norm.
         mesh: Device mesh of the layer. If axis ``context`` shards the tokens, the devices exchange states.
         recurrence: Computes the chunks, for example with a Pallas kernel. Defaults to the layer's chunked rule.
+        activation: Activation of the gates ``z``.
         **kw: Parameter dtype and rngs.
     """
 
@@ -129,13 +130,14 @@ class GatedDeltaNet(nnx.Module):
         eps: float,
         mesh: AnyMesh | None = None,
         recurrence: Recurrence | None = None,
+        activation: Callable[[Array], Array] = jax.nn.silu,
         **kw: Unpack[ParamOptions],
     ):
         self.dims, self.project, self.mesh, self.recurrence = dims, project, mesh, recurrence
         self.conv = ShortConv(dims.channels, taps, **kw)
         self.a_log = parameter((dims.value_heads,), ("heads",), init_log_rates, **kw)
         self.dt_bias = parameter((dims.value_heads,), ("heads",), nnx.initializers.ones, **kw)
-        self.norm = GatedNorm(dims.value_dim, eps, **kw)
+        self.norm = GatedNorm(dims.value_dim, eps, activation=activation, **kw)
         self.out = Linear((dims.value_heads, dims.value_dim), (dims.dim,), ("heads", "head", "embed"), **kw)
 
     def __call__(
@@ -226,7 +228,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _empty_state(self, batch: int, dtype: Any) -> tuple[Array, Array]:
         dims = self.dims
-        window = jnp.zeros((batch, self.conv.taps - 1, dims.channels), dtype)
+        window = jnp.zeros((batch, self.conv.window_size, dims.channels), dtype)
         return jnp.zeros((batch, dims.value_heads, dims.key_dim, dims.value_dim), jnp.float32), window
 
     def score_ops(self, num_keys: float) -> list[tuple[int, float]]:
