@@ -1,7 +1,8 @@
 """Generated pages of the documentation site.
 
 - ``index.md`` and ``guides/``: the READMEs
-- ``families/``: one page per model family, from its configs, presets and table of weight names
+- ``families/``: one page per model family, from its configs, presets and table of weight names, and the table of
+  transformers' decoder types
 - ``reference/``: the public names, for autosummary
 - ``llms.txt`` and a Markdown file beside every page
 """
@@ -15,6 +16,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import decoder_types
 
 from nnxmoe import api, models
 from nnxmoe.config.base import DecoderConfig
@@ -72,6 +75,7 @@ def write_pages(folder: Path) -> None:
         (folder / "guides" / f"{page}.md").write_text(_guide(readme, "../"), encoding="utf-8")
     _write(folder / "guides" / "index.md", "# Guides", "One guide per folder of the package.", _toctree(GUIDES))
     _write_families(folder / "families")
+    _write_decoder_types(folder / "families" / "transformers.md")
     _write_reference(folder / "reference")
 
 
@@ -121,7 +125,21 @@ def _write_families(folder: Path) -> None:
         listing.append((f"[`{model_type}`]({model_type}.md)", f"`{family.model.__name__}`", names))
     table = _table(("`model_type`", "class", "presets"), listing)
     text = f"Checkpoints of {len(listing)} values of `model_type` load."
-    _write(folder / "index.md", "# Model families", text, table, _toctree(models.FAMILIES, hidden=True))
+    pages = ("transformers", *models.FAMILIES)
+    text += " [Decoders of transformers](transformers.md) lists all types, with the reason why a type does not load."
+    _write(folder / "index.md", "# Model families", text, table, _toctree(pages, hidden=True))
+
+
+def _write_decoder_types(path: Path) -> None:
+    rows = decoder_types.decoder_rows()
+    listing = [(f"`{name}`", f"[`{ours}`]({ours}.md)" if ours else "", reason) for name, ours, reason in rows]
+    loaded = sum(bool(ours) for _, ours, _ in rows)
+    text = (
+        f"The values of `model_type` that `AutoModelForCausalLM` of transformers {decoder_types.version()} knows, and "
+        f"those that nnxmoe names itself: {loaded} of {len(rows)} load. For a multimodal checkpoint, look up the "
+        "`model_type` of its `text_config`."
+    )
+    _write(path, "# Decoders of transformers", text, _table(("`model_type`", "loads as", "reason"), listing))
 
 
 def _difference_table() -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from nnxmoe.models import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
+import decoder_types  # noqa: E402
 import site_pages  # noqa: E402  the module of the site's configuration
 
 PAGES = sorted(path for path in (ROOT / "notebooks" / "how-to").glob("*.md") if path.stem != "index")
@@ -47,6 +48,14 @@ def test_links_of_markdown_copies_exist_in_the_built_site() -> None:
     text = "[a](../4-parity.ipynb#x) [b](../1-generate.ipynb) ![c](static/routing.png) [d](https://x.org/a.ipynb)"
     links = "[a](../4-parity.md#x) [b](../1-generate.md) ![c](_static/routing.png) [d](https://x.org/a.ipynb)"
     assert site_pages.built_links(text) == links
+
+
+def test_each_decoder_type_of_transformers_loads_or_has_a_reason() -> None:
+    rows = decoder_types.decoder_rows()
+    names = [name for name, _, _ in rows]
+    assert len(names) == len({*names}) > 150
+    assert [name for name, supported, reason in rows if bool(supported) == bool(reason)] == []
+    assert {*decoder_types.REASON_OF} <= {*names}
 
 
 @pytest.fixture(scope="module")

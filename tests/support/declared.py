@@ -1,4 +1,5 @@
-"""The fields of config.json that the installed transformers reads, per family, and in code that all models share.
+"""The fields of config.json that the installed transformers reads, per family, and in code that all models share, and
+the types of its decoders.
 
     python -m tests.support.declared
 
@@ -29,6 +30,7 @@ def declared() -> dict[str, Any]:
     """What ``FILE`` holds."""
     import transformers
     from transformers import PreTrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from tests.support import reference as reference  # which registers a model that transformers only has in another
 
@@ -58,6 +60,7 @@ def declared() -> dict[str, Any]:
         "all": sorted(own),
         "shared": sorted(shared),
         "families": families,
+        "decoders": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     }
 
 
