@@ -98,16 +98,6 @@ class Afmoe(DenseOrMoE):
         return corrected_router(self.config, scale=self.config.route_scale, **kw)
 
 
-_NANO = AfmoeConfig(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
-    max_position_embeddings=131072, sliding_window=2048, num_dense_layers=2, moe_intermediate_size=256,
-    num_experts=128, num_experts_per_tok=8, num_shared_experts=1, route_scale=2.826, mup_enabled=True,
-    dtype="bfloat16",
-)  # fmt: skip
-_MINI = dataclasses.replace(
-    _NANO, hidden_size=2048, intermediate_size=6144, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=4, moe_intermediate_size=1024, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8,
-)  # fmt: skip
 _HF: Hf = {
     **HF_DECODER,
     **HF_GROUPED_EXPERTS,
@@ -119,9 +109,4 @@ _HF: Hf = {
     **{f"layer.{x}_post_norm.scale": W("post_mlp_layernorm.weight") for x in ("mlp", "moe")},
 }
 
-FAMILY = Family(
-    model=Afmoe,
-    hf=_HF,
-    presets={"trinity-nano": _NANO, "trinity-mini": _MINI},
-    hub_ids={"trinity-nano": "arcee-ai/Trinity-Nano-Preview", "trinity-mini": "arcee-ai/Trinity-Mini"},
-)
+FAMILY = Family(model=Afmoe, hf=_HF)

@@ -116,19 +116,7 @@ def _published(row: W) -> W:
     return dataclasses.replace(row, name=name)
 
 
-_PRESETS = {
-    "ling-3.0-flash": BailingHybridConfig(dtype="bfloat16"),
-    "ling-3.0-tiny": BailingHybridConfig(
-        hidden_size=1536, intermediate_size=4608, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
-        max_position_embeddings=131072, q_lora_rank=256, moe_intermediate_size=512, n_routed_experts=128,
-        first_k_dense_replace=1, layer_group_size=4, num_nextn_predict_layers=0, dtype="bfloat16",
-    ),
-}  # fmt: skip
-
 FAMILY = Family(
     model=BailingHybrid,
     hf={key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE},
-    presets=_PRESETS,
-    hub_ids={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash", "ling-3.0-tiny": "inclusionAI/Ling-3.0-tiny"},
-    checkpoint_notes={"ling-3.0-flash": "the multi-token prediction layer is not loaded"},
 )

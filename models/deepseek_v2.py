@@ -7,7 +7,7 @@ and the score of a group is the score of its best expert.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
@@ -87,27 +87,4 @@ class DeepSeekV2(DeepSeekV3):
         return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)
 
 
-def _yarn(mscale: float) -> dict[str, Any]:
-    lengths = {"factor": 40.0, "original_max_position_embeddings": 4096}
-    return {"type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": mscale} | lengths
-
-
-_LITE = DeepSeekV2Config(
-    hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16,
-    max_position_embeddings=163840, rope_scaling=_yarn(0.707), q_lora_rank=None, moe_intermediate_size=1408,
-    num_experts_per_tok=6, n_group=1, topk_group=1, first_k_dense_replace=1, bos_token_id=100000, eos_token_id=100001,
-    dtype="bfloat16",
-)  # fmt: skip
-_V2 = dataclasses.replace(
-    _LITE, hidden_size=5120, intermediate_size=12288, num_hidden_layers=60, num_attention_heads=128,
-    num_key_value_heads=128, rope_scaling=_yarn(1.0), q_lora_rank=1536, moe_intermediate_size=1536,
-    n_routed_experts=160, topk_method=IN_GROUPS, n_group=8, topk_group=3, routed_scaling_factor=16.0,
-)  # fmt: skip
-
-FAMILY = Family(
-    model=DeepSeekV2,
-    hf=DEEPSEEK_V3.hf,
-    maxtext=DEEPSEEK_V3.maxtext,
-    presets={"deepseek-v2": _V2, "deepseek-v2-lite": _LITE},
-    hub_ids={"deepseek-v2": "deepseek-ai/DeepSeek-V2", "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"},
-)
+FAMILY = Family(model=DeepSeekV2, hf=DEEPSEEK_V3.hf, maxtext=DEEPSEEK_V3.maxtext)

@@ -133,14 +133,6 @@ class DeepSeekV3(DenseOrMoE):
         )
 
 
-_DEEPSEEK_V3 = DeepSeekV3Config(
-    max_position_embeddings=163840,
-    rope_scaling={
-        "type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-    dtype="bfloat16",
-)  # fmt: skip
 _BLOCK = "DeepSeekMoeBlock_0"
 _MAXTEXT: Linen = {
     **MAXTEXT_DECODER, **MAXTEXT_LATENT, **MAXTEXT_MLP,
@@ -148,17 +140,9 @@ _MAXTEXT: Linen = {
     "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
     "layer.moe.router.bias": (f"{_BLOCK}/MoeBlock_0/gate/bias", (None,)),
 }  # fmt: skip
-_PRESETS = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
 
 FAMILY = Family(
     model=DeepSeekV3,
     hf=HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_MTP,
     maxtext=MaxTextNames(_MAXTEXT, LayerGroups("dense_layers", "moe_layers")),
-    presets=_PRESETS,
-    hub_ids={"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"},
-    checkpoint_notes=dict.fromkeys(
-        _PRESETS,
-        "685B parameters in FP8 blocks (0.69 TB), dequantized to bfloat16 unless keep_quantized=True. The multi-token "
-        "prediction layer (11.5B parameters) is loaded only with mtp=True.",
-    ),
 )

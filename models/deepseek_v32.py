@@ -101,20 +101,9 @@ _MAXTEXT_INDEXER: Linen = {
         ("weights.kernel", "weights_proj/kernel", ("embed", "q_heads")),
     )
 }
-_PRESETS: dict[str, DeepSeekV32Config] = dict.fromkeys(
-    ("deepseek-v3.2-exp", "deepseek-v3.2"),
-    DeepSeekV32Config(rope_scaling=DEEPSEEK_V3.presets["deepseek-v3"].rope_scaling, dtype="bfloat16"),
-)
 
 FAMILY = Family(
     model=DeepSeekV32,
     hf={**DEEPSEEK_V3.hf, **HF_INDEXER},
     maxtext=MaxTextNames({**DEEPSEEK_V3.maxtext.table, **_MAXTEXT_INDEXER}, DEEPSEEK_V3.maxtext.groups),
-    presets=_PRESETS,
-    hub_ids={name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in _PRESETS},
-    checkpoint_notes=dict.fromkeys(
-        _PRESETS,
-        "FP8 blocks (0.69 TB), dequantized to bfloat16 unless keep_quantized=True. The multi-token prediction layer is "
-        "loaded only with mtp=True.",
-    ),
 )

@@ -267,30 +267,6 @@ class DeepSeekV4(StreamedLM):
         return self.moe(router, c.moe_intermediate_size, shared, activation=activation, **kw)
 
 
-_ALTERNATING = (4, 128) * 29 + (4,)
-_FLASH = DeepSeekV4Config(
-    compress_ratios=(0, 0, *_ALTERNATING[-41:], 0),
-    rope_scaling={
-        "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 32.0, "beta_slow": 1.0
-    },
-    qk_rope_head_dim=64,
-    dtype="bfloat16",
-)  # fmt: skip
-
-
-_PRO = dataclasses.replace(
-    _FLASH, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536,
-    compress_ratios=(128, 128, *_ALTERNATING, 0), o_groups=16, index_topk=1024, moe_intermediate_size=3072,
-    n_routed_experts=384, routed_scaling_factor=2.5,
-)  # fmt: skip
-
-
-def _with_dspark(config: DeepSeekV4Config) -> DeepSeekV4Config:
-    """Return the config of the release whose files have the three layers of DSpark instead of a prediction layer."""
-    ratios = (*(config.compress_ratios or ()), 0, 0)
-    return dataclasses.replace(config, compress_ratios=ratios, dspark_block_size=5)
-
-
 class DeepSeekV4MaxText(MaxTextNames):
     """Names of DeepSeek-V4 in MaxText."""
 
@@ -312,24 +288,4 @@ FAMILY = Family(
     mtp_prefixes=("mtp.{}.", "mtp.{}."),
     # PEFT does not support adapters on a grouped projection (one matrix per group of heads).
     peft_excluded=("attention.o_a",),
-    presets={
-        "deepseek-v4-flash": _FLASH,
-        "deepseek-v4-flash-0731": _with_dspark(_FLASH),
-        "deepseek-v4-pro": _PRO,
-        "deepseek-v4-pro-0813": _with_dspark(_PRO),
-    },
-    hub_ids={
-        "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash",
-        "deepseek-v4-flash-0731": "deepseek-ai/DeepSeek-V4-Flash-0731",
-        "deepseek-v4-pro": "deepseek-ai/DeepSeek-V4-Pro",
-        "deepseek-v4-pro-0813": "deepseek-ai/DeepSeek-V4-Pro-0813",
-    },
-    checkpoint_notes={
-        **dict.fromkeys(
-            ("deepseek-v4-flash", "deepseek-v4-pro"), "the multi-token prediction layer is loaded only with mtp=True"
-        ),
-        **dict.fromkeys(
-            ("deepseek-v4-flash-0731", "deepseek-v4-pro-0813"), "the layers of the draft model DSpark are not loaded"
-        ),
-    },
 )

@@ -44,17 +44,4 @@ class Dots1(NormedHeads, Glm4Moe):
     configs = (Dots1Config,)
 
 
-_PRESETS = {
-    "dots.llm1": Dots1Config(
-        hidden_size=4096, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e7, first_k_dense_replace=1,
-        n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6, norm_topk_prob=True,
-        routed_scaling_factor=2.5, sliding_window=None, eos_token_id=151649, dtype="bfloat16",
-    )
-}  # fmt: skip
-
-FAMILY = Family(
-    model=Dots1,
-    hf=GLM4_MOE.hf,
-    presets=_PRESETS,
-    hub_ids={"dots.llm1": "rednote-hilab/dots.llm1.inst"},
-)
+FAMILY = Family(model=Dots1, hf=GLM4_MOE.hf)

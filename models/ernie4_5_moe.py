@@ -138,21 +138,5 @@ _HF: Hf = {  # files of ERNIE-4.5-VL store the router's inputs before its output
     "layer.moe.router.kernel": (W("mlp.gate.weight"), W("mlp.gate.weight").T.files_only),
     "layer.moe.router.bias": (_BIAS, _BIAS.rows(0, 2).files_only, W("mlp.gate.moe_statics.e_score_correction_bias")),
 }  # fmt: skip
-_PRESETS = {
-    "ernie-4.5-21b-a3b": Ernie45MoeConfig(dtype="bfloat16"),
-    "ernie-4.5-vl-28b-a3b": Ernie45VLMoeTextConfig(dtype="bfloat16"),
-}
 
-FAMILY = Family(
-    model=Ernie45Moe,
-    hf=_HF,
-    presets=_PRESETS,
-    hub_ids={
-        "ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT",
-        "ernie-4.5-vl-28b-a3b": "baidu/ERNIE-4.5-VL-28B-A3B-PT",
-    },
-    checkpoint_notes={
-        "ernie-4.5-21b-a3b": "the multi-token prediction layer is not loaded",
-        "ernie-4.5-vl-28b-a3b": "the vision tower, and the routers and experts for images, are not loaded",
-    },
-)
+FAMILY = Family(model=Ernie45Moe, hf=_HF)

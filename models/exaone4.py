@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count
-from nnxmoe.config.layer_types import FULL, PatternWindowsConfig
+from nnxmoe.config.layer_types import PatternWindowsConfig
 from nnxmoe.layers.context import Attention
 from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, PostNormLayer
@@ -50,24 +50,4 @@ class Exaone4(NormedHeads, LlamaLike):
         return super().attention(index, rotary=self.config.rope if rotates else None, **kw)
 
 
-_LLAMA3 = {
-    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-_32B = Exaone4Config(
-    hidden_size=5120, intermediate_size=27392, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
-    head_dim=128, max_position_embeddings=131072, rope_theta=1e6, rope_scaling=_LLAMA3,
-    bos_token_id=1, eos_token_id=361, pad_token_id=0, dtype="bfloat16",
-)  # fmt: skip
-_1B = dataclasses.replace(
-    _32B, hidden_size=2048, intermediate_size=4096, num_hidden_layers=30, num_attention_heads=32, head_dim=64,
-    max_position_embeddings=65536, sliding_window=None, sliding_window_pattern=None,
-    layer_types=(FULL,) * 30, tie_word_embeddings=True,
-)  # fmt: skip
-
-FAMILY = Family(
-    model=Exaone4,
-    hf=OLMO3.hf,
-    presets={"exaone-4.0-1.2b": _1B, "exaone-4.0-32b": _32B},
-    hub_ids={"exaone-4.0-1.2b": "LGAI-EXAONE/EXAONE-4.0-1.2B", "exaone-4.0-32b": "LGAI-EXAONE/EXAONE-4.0-32B"},
-)
+FAMILY = Family(model=Exaone4, hf=OLMO3.hf)

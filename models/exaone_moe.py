@@ -9,7 +9,7 @@ from typing import Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, per_layer
-from nnxmoe.config.layer_types import FULL, SLIDING, PatternWindowsConfig
+from nnxmoe.config.layer_types import PatternWindowsConfig
 from nnxmoe.layers.context import Attention
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
@@ -75,19 +75,5 @@ _HF: Hf = {
     **HF_DECODER, **HF_GROUPED_EXPERTS,
     "layer.moe.router.bias": (W("mlp.e_score_correction_bias"), W("mlp.gate.e_score_correction_bias")),
 }  # fmt: skip
-_PRESETS = {
-    "k-exaone-236b-a23b": ExaoneMoeConfig(
-        vocab_size=153600, hidden_size=6144, intermediate_size=18432, num_hidden_layers=48, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rope_theta=1e6, sliding_window=128,
-        sliding_window_pattern="LLLG", layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 12,
-        moe_intermediate_size=2048, num_experts=128, dtype="bfloat16",
-    )
-}  # fmt: skip
 
-FAMILY = Family(
-    model=ExaoneMoe,
-    hf=_HF,
-    presets=_PRESETS,
-    hub_ids={"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is not loaded"),
-)
+FAMILY = Family(model=ExaoneMoe, hf=_HF)

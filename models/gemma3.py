@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, number, one_of
-from nnxmoe.config.layer_types import FULL, SLIDING, PatternWindowsConfig, ScaledFullRopeConfig
+from nnxmoe.config.layer_types import PatternWindowsConfig, ScaledFullRopeConfig
 from nnxmoe.layers.activations import geglu
 from nnxmoe.layers.context import Attention
 from nnxmoe.layers.mlp import MLP
@@ -85,34 +85,4 @@ class Gemma3Text(NormedHeads, GemmaModel):
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, activation=geglu, **kw)
 
 
-_270M = Gemma3TextConfig(
-    vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
-    num_key_value_heads=1, max_position_embeddings=32768, sliding_window=512,
-    layer_types=((SLIDING,) * 5 + (FULL,)) * 3, dtype="bfloat16",
-)  # fmt: skip
-_1B = dataclasses.replace(
-    _270M, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, layer_types=None, eos_token_id=(1, 106)
-)
-_4B = Gemma3TextConfig(
-    hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024,
-    rope_scaling={"rope_type": "linear", "factor": 8.0}, eos_token_id=(1, 106), dtype="bfloat16",
-)  # fmt: skip
-_12B = dataclasses.replace(
-    _4B, hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16,
-    num_key_value_heads=8, layer_types=((SLIDING,) * 5 + (FULL,)) * 8,
-)  # fmt: skip
-_27B = dataclasses.replace(
-    _4B, hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32,
-    num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168,
-)  # fmt: skip
-_PRESETS = {
-    "gemma-3-270m": _270M, "gemma-3-1b": _1B, "gemma-3-4b": _4B, "gemma-3-12b": _12B, "gemma-3-27b": _27B
-}  # fmt: skip
-
-FAMILY = Family(
-    model=Gemma3Text,
-    hf=GEMMA4.hf,
-    presets=_PRESETS,
-    hub_ids={"gemma-3-270m": "google/gemma-3-270m"} | {name: f"google/{name}-it" for name in [*_PRESETS][1:]},
-    checkpoint_notes=dict.fromkeys([*_PRESETS][2:], "the vision tower is not loaded"),
-)
+FAMILY = Family(model=Gemma3Text, hf=GEMMA4.hf)

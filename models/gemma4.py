@@ -273,28 +273,6 @@ class Gemma4Text(GemmaModel):
         return MLP(c.hidden_size, factor * c.intermediate_size, bias=False, activation=geglu, **kw)
 
 
-_26B = Gemma4TextConfig(
-    hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
-    num_global_key_value_heads=2, max_position_embeddings=262144, attention_k_eq_v=True, sliding_window=1024,
-    final_logit_softcapping=30.0, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=128,
-    top_k_experts=8, moe_intermediate_size=704, dtype="bfloat16",
-)  # fmt: skip
-_31B = dataclasses.replace(
-    _26B, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, num_attention_heads=32,
-    num_key_value_heads=16, num_global_key_value_heads=4, enable_moe_block=False, num_experts=None,
-    top_k_experts=None, moe_intermediate_size=None,
-)  # fmt: skip
-
-
-_PRESETS = {"gemma-4-26b-a4b": _26B, "gemma-4-31b": _31B}
-
 _BLOCKS = LayerBlocks(("local",) * 5 + ("global",), "scanned_blocks", nested=True)
 
-FAMILY = Family(
-    model=Gemma4Text,
-    hf=HF_GEMMA4,
-    maxtext=MaxTextNames(MAXTEXT_GEMMA4, _BLOCKS, scales_embeddings=True),
-    presets=_PRESETS,
-    hub_ids={"gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it", "gemma-4-31b": "google/gemma-4-31B-it"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded"),
-)
+FAMILY = Family(model=Gemma4Text, hf=HF_GEMMA4, maxtext=MaxTextNames(MAXTEXT_GEMMA4, _BLOCKS, scales_embeddings=True))

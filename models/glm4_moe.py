@@ -79,34 +79,4 @@ class Glm4Moe(DenseOrMoE):
         return self.gqa(index, bias=c.attention_bias, out_bias=False, **options)
 
 
-_AIR = Glm4MoeConfig(
-    head_dim=128, attention_bias=True, rope_theta=1e6, partial_rotary_factor=0.5, eos_token_id=(151329, 151336, 151338),
-    pad_token_id=151329, dtype="bfloat16",
-)  # fmt: skip
-_LARGE = dataclasses.replace(
-    _AIR, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, use_qk_norm=True, first_k_dense_replace=3,
-    moe_intermediate_size=1536, n_routed_experts=160, routed_scaling_factor=2.5,
-)  # fmt: skip
-_LONG = dataclasses.replace(_LARGE, max_position_embeddings=202752)
-_GLM_4_5V = Glm4vMoeTextConfig(
-    vocab_size=151552, head_dim=128, partial_rotary_factor=0.5, rope_scaling={"rope_type": "default"},
-    eos_token_id=(151329, 151336, 151338), pad_token_id=151329, dtype="bfloat16",
-)  # fmt: skip
-_PRESETS = {"glm-4.5-air": _AIR, "glm-4.5": _LARGE, "glm-4.6": _LONG, "glm-4.7": _LONG}
-
-FAMILY = Family(
-    model=Glm4Moe,
-    hf=HF_DECODER | HF_GROUPED_EXPERTS | HF_MTP,
-    presets={**_PRESETS, "glm-4.5v": _GLM_4_5V},
-    hub_ids={
-        "glm-4.5-air": "zai-org/GLM-4.5-Air",
-        "glm-4.5": "zai-org/GLM-4.5",
-        "glm-4.6": "zai-org/GLM-4.6",
-        "glm-4.7": "zai-org/GLM-4.7",
-        "glm-4.5v": "zai-org/GLM-4.5V",
-    },
-    checkpoint_notes={
-        **dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
-        "glm-4.5v": "the vision tower is not loaded",
-    },
-)
+FAMILY = Family(model=Glm4Moe, hf=HF_DECODER | HF_GROUPED_EXPERTS | HF_MTP)

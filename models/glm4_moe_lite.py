@@ -47,16 +47,4 @@ class Glm4MoeLite(DeepSeekV3):
     configs = (Glm4MoeLiteConfig,)
 
 
-_PRESETS = {
-    "glm-4.7-flash": Glm4MoeLiteConfig(
-        rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16",
-    )
-}  # fmt: skip
-
-FAMILY = Family(
-    model=Glm4MoeLite,
-    hf=DEEPSEEK_V3.hf,
-    presets=_PRESETS,
-    hub_ids={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
-    checkpoint_notes={"glm-4.7-flash": "the multi-token prediction layer is loaded only with mtp=True"},
-)
+FAMILY = Family(model=Glm4MoeLite, hf=DEEPSEEK_V3.hf)

@@ -128,12 +128,5 @@ _HF: Hf = {
         for part, end in _STREAMS.items()
     },
 }
-_PRESETS = {"glm-5.3-flash": Glm5NextTextConfig(dtype="bfloat16")}
 
-FAMILY = Family(
-    model=Glm5NextText,
-    hf=_HF,
-    presets=_PRESETS,
-    hub_ids={"glm-5.3-flash": "zai-org/GLM-5.3-Flash"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower and the multi-token prediction layer are not loaded"),
-)
+FAMILY = Family(model=Glm5NextText, hf=_HF)

@@ -133,16 +133,4 @@ class GlmMoeDsa(DeepSeekV32):
         return super().from_layer_output(x[0])
 
 
-_GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
-_GLM_5_2 = dataclasses.replace(
-    _GLM_5, head_dim=192, max_position_embeddings=2**20, rope_theta=8e6, index_topk_freq=4, index_skip_topk_offset=3
-)
-_PRESETS = {"glm-5": _GLM_5, "glm-5.2": _GLM_5_2, "glm-5.3": _GLM_5_2}
-
-FAMILY = Family(
-    model=GlmMoeDsa,
-    hf=DEEPSEEK_V32.hf,
-    presets=_PRESETS,
-    hub_ids={"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2", "glm-5.3": "zai-org/GLM-5.3"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
-)
+FAMILY = Family(model=GlmMoeDsa, hf=DEEPSEEK_V32.hf)

@@ -88,7 +88,6 @@ class GptOss(CausalLM):
         return self.moe(router, width, activation=activation, biases=biases, **kw)
 
 
-_GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
 _GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
 _GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").files_only, W("mlp.experts.gate_up_proj_bias")
 
@@ -123,16 +122,5 @@ _MAXTEXT: Linen = {
     "layer.moe.experts.biases.up": ("GptOssMlp/wi_1_bias", ("exp", "activation_mlp")),
     "layer.moe.experts.biases.down": ("GptOssMlp/wo_bias", ("exp", "activation_embed")),
 }  # fmt: skip
-_PRESETS = {
-    "gpt-oss-120b": _GPT_OSS_120B,
-    "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
-}
 
-FAMILY = Family(
-    model=GptOss,
-    hf=_HF,
-    maxtext=MaxTextNames(_MAXTEXT, LayerBlocks(("local", "global"))),
-    presets=_PRESETS,
-    hub_ids={name: f"openai/{name}" for name in _PRESETS},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "MXFP4 experts, dequantized to bfloat16 unless keep_quantized=True"),
-)
+FAMILY = Family(model=GptOss, hf=_HF, maxtext=MaxTextNames(_MAXTEXT, LayerBlocks(("local", "global"))))

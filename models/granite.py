@@ -131,29 +131,8 @@ HF_GRANITE: Hf = {
     "layer.moe.shared.gate_up.kernel": W("shared_mlp.input_linear.weight"),
     "layer.moe.shared.down.kernel": W("shared_mlp.output_linear.weight"),
 }
-_3_3 = GraniteConfig(
-    vocab_size=49159, intermediate_size=12800, num_hidden_layers=40, num_key_value_heads=8,
-    max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_theta=1e7,
-    embedding_multiplier=12.0, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=16.0,
-    bos_token_id=0, eos_token_id=0, pad_token_id=0, dtype="bfloat16",
-)  # fmt: skip
-_3_1_MOE = GraniteMoeConfig(
-    vocab_size=49155, hidden_size=1024, intermediate_size=512, num_hidden_layers=24, num_attention_heads=16,
-    num_key_value_heads=8, max_position_embeddings=131072, tie_word_embeddings=True, rope_theta=1.5e6,
-    embedding_multiplier=12.0, attention_multiplier=0.015625, residual_multiplier=0.22, logits_scaling=6.0,
-    num_local_experts=32, num_experts_per_tok=8, bos_token_id=0, eos_token_id=0, pad_token_id=0, dtype="bfloat16",
-)  # fmt: skip
 
-GRANITE = Family(
-    model=Granite,
-    hf=HF_DECODER,
-    presets={"granite-3.3-8b": _3_3},
-    hub_ids={"granite-3.3-8b": "ibm-granite/granite-3.3-8b-instruct"},
-)
-GRANITE_MOE = Family(
-    model=GraniteMoe,
-    hf=HF_GRANITE,
-    presets={"granite-3.1-1b-a400m": _3_1_MOE},
-    hub_ids={"granite-3.1-1b-a400m": "ibm-granite/granite-3.1-1b-a400m-instruct"},
-)
+
+GRANITE = Family(model=Granite, hf=HF_DECODER)
+GRANITE_MOE = Family(model=GraniteMoe, hf=HF_GRANITE)
 FAMILIES = (GRANITE, GRANITE_MOE)

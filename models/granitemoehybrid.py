@@ -132,20 +132,5 @@ _HF: Hf = {
     "layer.mlp.gate_up.kernel": W("shared_mlp.input_linear.weight"),
     "layer.mlp.down.kernel": W("shared_mlp.output_linear.weight"),
 }
-_PRESETS = {
-    "granite-4.0-h-350m": GraniteMoeHybridConfig(
-        vocab_size=100352, hidden_size=768, intermediate_size=2048, num_hidden_layers=32, num_attention_heads=12,
-        num_key_value_heads=4, max_position_embeddings=32768, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        embedding_multiplier=12.0, attention_multiplier=0.015625, residual_multiplier=0.246, logits_scaling=3.0,
-        shared_intermediate_size=2048, num_local_experts=0, num_experts_per_tok=0, position_embedding_type="nope",
-        layer_types=tuple(FULL if i in (10, 13, 17, 27) else MAMBA for i in range(32)), mamba_n_heads=48,
-        mamba_d_state=128, mamba_d_head=32, eos_token_id=100257, dtype="bfloat16",
-    )
-}  # fmt: skip
 
-FAMILY = Family(
-    model=GraniteMoeHybrid,
-    hf=_HF,
-    presets=_PRESETS,
-    hub_ids={"granite-4.0-h-350m": "ibm-granite/granite-4.0-h-350m"},
-)
+FAMILY = Family(model=GraniteMoeHybrid, hf=_HF)

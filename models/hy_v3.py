@@ -93,17 +93,5 @@ _HF: Hf = {
     "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
     "layer.mtp.norm.scale": W("final_layernorm.weight"),
 }  # fmt: skip
-_PRESETS = {
-    "hy3": HyV3Config(
-        max_position_embeddings=262144, rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"},
-        bos_token_id=120000, eos_token_id=120025, pad_token_id=120002, dtype="bfloat16",
-    )
-}  # fmt: skip
 
-FAMILY = Family(
-    model=HyV3,
-    hf=_HF,
-    presets=_PRESETS,
-    hub_ids={"hy3": "tencent/Hy3"},
-    checkpoint_notes={"hy3": "the multi-token prediction layer is loaded only with mtp=True"},
-)
+FAMILY = Family(model=HyV3, hf=_HF)

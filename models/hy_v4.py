@@ -239,22 +239,5 @@ _HF: Hf = {
         for part, end in _STREAMS
     },
 }  # fmt: skip
-_HY4 = HyV4Config(
-    hidden_size=6144, intermediate_size=18432, num_hidden_layers=78, num_attention_heads=64, num_key_value_heads=8,
-    head_dim=64, max_position_embeddings=2**20, q_lora_rank=2048, moe_intermediate_size=2048, index_n_heads=32,
-    indexer_types=("full", "full", *("shared", "shared", "shared", "full") * 19), num_nextn_predict_layers=1,
-    mlp_layer_types=("dense", *("sparse",) * 77), layer_types=("indexed_attention",) * 78,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e7}, dtype="bfloat16",
-)  # fmt: skip
 
-FAMILY = Family(
-    model=HyV4,
-    hf=_HF,
-    mtp_prefixes=("model.mtp_layers.{}.", "model.mtp_layers.{}."),
-    presets={"hy4-preview": _HY4},
-    hub_ids={"hy4-preview": "tencent/Hy4-preview"},
-    checkpoint_notes={
-        "hy4-preview": "The multi-token prediction layer is loaded only with mtp=True. transformers 5.24 rotates half "
-        "heads. Add rope_interleave true to config.json to rotate adjacent pairs, as vLLM and llama.cpp do."
-    },
-)
+FAMILY = Family(model=HyV4, hf=_HF, mtp_prefixes=("model.mtp_layers.{}.", "model.mtp_layers.{}."))

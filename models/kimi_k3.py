@@ -221,20 +221,9 @@ def _padded_rates(config: Any) -> Mapping[str, tuple[W, ...]]:
     return {"layer.attention.a_log": (name, name.rows(0, width, heads)) if width > heads else (name,)}
 
 
-_PRESETS = {
-    "kimi-k3": KimiK3Config(
-        activation_situ_beta=4.0, activation_situ_linear_beta=25.0, attn_res_block_size=12, mla_use_output_gate=True,
-        n_shared_experts=2, routed_expert_hidden_size=3584, latent_moe_use_norm=True, linear_lower_bound=-5.0,
-        linear_full_rank_gate=True, dtype="bfloat16",
-    )
-}  # fmt: skip
-
 FAMILY = Family(
     model=KimiK3,
     hf=_TABLE,
     hf_of_config=_padded_rates,
     peft_excluded=("experts",),  # Moonshot's model has one module per expert.
-    presets=_PRESETS,
-    hub_ids={"kimi-k3": "moonshotai/Kimi-K3"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded; the routed experts are MXFP4"),
 )

@@ -128,16 +128,5 @@ _TABLE |= {key: (name, *options(_TABLE, key)) for key, name in _NAMES.items()}
 # Names on the Hugging Face Hub, in files saved by transformers 5.24, and in memory. `in_transformers` returns the last.
 _DENSE = "mlp", _SPARSE, "mlp"
 _TABLE |= {f"layer.mlp.{x}.kernel": tuple(W(f"{name}.{x}_proj.weight") for name in _DENSE) for x in _PARTS}
-_PRESETS = {
-    "kimi-linear-48b-a3b": KimiLinearConfig(
-        layer_types=tuple(FULL if i in (4, 8, 12, 16, 20, 24, 27) else LINEAR for i in range(1, 28)),
-        dtype="bfloat16",
-    )
-}
 
-FAMILY = Family(
-    model=KimiLinear,
-    hf=_TABLE,
-    presets=_PRESETS,
-    hub_ids={"kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct"},
-)
+FAMILY = Family(model=KimiLinear, hf=_TABLE)

@@ -156,7 +156,4 @@ _HF: Hf = {
     },
 }  # fmt: skip
 
-FAMILY = Family(
-    model=Laguna,
-    hf=_HF,
-)
+FAMILY = Family(model=Laguna, hf=_HF)

@@ -191,21 +191,5 @@ _HF: Hf = {
     "layer.moe.experts.up": (_EXPERTS.each("w3.weight"), _GATE_UP.rows(1, 2)),
     "layer.moe.experts.down": (_EXPERTS.each("w2.weight"), W("feed_forward.experts.down_proj")),
 }  # fmt: skip
-_PRESETS = {
-    "lfm2-1.2b": Lfm2Config(
-        hidden_size=2048, num_hidden_layers=16, full_attn_idxs=(2, 5, 8, 10, 12, 14), eos_token_id=7, dtype="bfloat16"
-    ),
-    "lfm2.5-2.6b": Lfm2Config(
-        vocab_size=128000, hidden_size=2048, intermediate_size=10752, num_hidden_layers=30,
-        max_position_embeddings=131072, block_auto_adjust_ff_dim=False,
-        rope_parameters={"rope_theta": 1e7, "rope_type": "default"},
-        layer_types=tuple(FULL if i in (2, 5, 9, 13, 17, 21, 24, 27) else CONV for i in range(30)),
-        bos_token_id=124894, eos_token_id=124900, pad_token_id=124893, dtype="bfloat16",
-    ),
-    "lfm2-8b-a1b": Lfm2MoeConfig(
-        num_hidden_layers=24, layer_types=tuple(FULL if i in (2, 6, 10, 14, 18, 21) else CONV for i in range(24)),
-        eos_token_id=7, dtype="bfloat16",
-    ),
-}  # fmt: skip
 
-FAMILY = Family(model=Lfm2, hf=_HF, presets=_PRESETS, hub_ids={name: f"LiquidAI/{name.upper()}" for name in _PRESETS})
+FAMILY = Family(model=Lfm2, hf=_HF)

@@ -69,21 +69,4 @@ class Mellum(NormedHeads, QwenMoe):
         return super().attention(index, rotary=rope, **kw)
 
 
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 16.0, "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2772588722239782,
-}  # fmt: skip
-_PRESETS = {
-    "mellum2-12b-a2.5b": MellumConfig(
-        layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 7, mlp_layer_types=("sparse",) * 28,
-        rope_parameters={FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}, bos_token_id=0,
-        eos_token_id=28, dtype="bfloat16",
-    )
-}  # fmt: skip
-
-FAMILY = Family(
-    model=Mellum,
-    hf=HF_DECODER | HF_MOE,
-    presets=_PRESETS,
-    hub_ids={"mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base"},
-)
+FAMILY = Family(model=Mellum, hf=HF_DECODER | HF_MOE)

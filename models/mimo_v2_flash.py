@@ -129,13 +129,4 @@ _HF: Hf = {
     "layer.attention.sinks.scores": (W("self_attn.attention_sink_bias"), W("self_attn.sinks")),
 }  # fmt: skip
 
-FAMILY = Family(
-    model=MiMoV2Flash,
-    hf=_HF,
-    presets={"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")},
-    hub_ids={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
-    checkpoint_notes={
-        "mimo-v2-flash": "FP8 blocks, dequantized to bfloat16 unless keep_quantized=True. The multi-token prediction "
-        "layers are not loaded."
-    },
-)
+FAMILY = Family(model=MiMoV2Flash, hf=_HF)

@@ -118,10 +118,4 @@ _HF: Hf = {
     "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
 }  # fmt: skip
 
-FAMILY = Family(
-    model=MiniMaxM2,
-    hf=_HF,
-    presets={"minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")},
-    hub_ids={"minimax-m2": "MiniMaxAI/MiniMax-M2"},
-    checkpoint_notes={"minimax-m2": "FP8 blocks (0.23 TB), dequantized to bfloat16 unless keep_quantized=True"},
-)
+FAMILY = Family(model=MiniMaxM2, hf=_HF)

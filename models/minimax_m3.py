@@ -203,17 +203,10 @@ _HF: Hf = {
     "layer.moe.experts.down": (W("mlp.experts.down_proj"), W(f"{_MOE}.experts").each("w2.weight")),
 }  # fmt: skip
 
-_M3 = MiniMaxM3VLTextConfig(
-    max_position_embeddings=1048576, layer_types=("full_attention",) * 3 + (_SPARSE,) * 57,
-    mlp_layer_types=("dense",) * 3 + ("sparse",) * 57, partial_rotary_factor=0.5, dtype="bfloat16",
-)  # fmt: skip
 
 FAMILY = Family(
     model=MiniMaxM3VLText,
     hf=_HF,
-    presets={"minimax-m3": _M3},
-    hub_ids={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
-    checkpoint_notes={"minimax-m3": "the vision tower and projector are not loaded"},
     # transformers stores each pair of these projections as halves of one linear layer.
     peft_excluded=("mlp.gate", "mlp.up", "shared.gate", "shared.up"),
 )

@@ -88,12 +88,4 @@ class Ministral3(LlamaLike):
         return self.gqa(index, PositionScaledGQA, bias=False, **scale_arguments, **kw)
 
 
-_PRESETS = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
-
-FAMILY = Family(
-    model=Ministral3,
-    hf=LLAMA.hf,
-    presets=_PRESETS,
-    hub_ids={"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded"),
-)
+FAMILY = Family(model=Ministral3, hf=LLAMA.hf)

@@ -105,12 +105,5 @@ _HF: Hf = {
         key: tuple(reversed(options(DEEPSEEK_V3.hf, key))) for key in _EXPERTS
     },  # one tensor for all experts comes first
 }
-_PRESETS = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
 
-FAMILY = Family(
-    model=Mistral4,
-    hf=_HF,
-    presets=_PRESETS,
-    hub_ids={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded"),
-)
+FAMILY = Family(model=Mistral4, hf=_HF)

@@ -75,7 +75,6 @@ class Mixtral(CausalLM):
         return self.moe(router, c.intermediate_size, **kw)
 
 
-_MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
 # The first alternatives are the names on the Hugging Face Hub. The other alternatives are names of transformers 5 in
 # memory and of some saved checkpoints.
 _HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
@@ -92,18 +91,5 @@ _MAXTEXT: Linen = {
     "layer.moe.router.kernel": ("MoeBlock_0/gate/kernel", ("embed", None)),
     **maxtext_experts("MoeBlock_0"),
 }  # fmt: skip
-_PRESETS = {
-    "mixtral-8x7b": _MIXTRAL_8X7B,
-    "mixtral-8x22b": dataclasses.replace(
-        _MIXTRAL_8X7B, hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48,
-        max_position_embeddings=65536,
-    ),
-}  # fmt: skip
 
-FAMILY = Family(
-    model=Mixtral,
-    hf=_HF,
-    maxtext=MaxTextNames(_MAXTEXT),
-    presets=_PRESETS,
-    hub_ids={"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"},
-)
+FAMILY = Family(model=Mixtral, hf=_HF, maxtext=MaxTextNames(_MAXTEXT))

@@ -211,28 +211,5 @@ _HF |= {
     for key, name in _LINEAR.items()
     for end, hf_end in (("kernel", "weight"), ("bias", "bias"))
 }
-_NANO = NemotronHConfig(
-    hidden_size=2688, intermediate_size=1856, num_hidden_layers=52, num_key_value_heads=2,
-    max_position_embeddings=262144, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
-    moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
-    layer_types=tuple(_LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
-    dtype="bfloat16",
-)  # fmt: skip
 
-FAMILY = Family(
-    model=NemotronH,
-    hf=_HF,
-    hf_root="backbone.",
-    peft_excluded=("attention.out",),
-    presets={
-        "nemotron-3-nano-30b-a3b": _NANO,
-        "nemotron-3.5-lightning-30b-a3b": dataclasses.replace(
-            _NANO, max_position_embeddings=1048576, num_nextn_predict_layers=1
-        ),
-    },
-    hub_ids={
-        "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-        "nemotron-3.5-lightning-30b-a3b": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
-    },
-    checkpoint_notes={"nemotron-3.5-lightning-30b-a3b": "the multi-token prediction layers are not loaded"},
-)
+FAMILY = Family(model=NemotronH, hf=_HF, hf_root="backbone.", peft_excluded=("attention.out",))

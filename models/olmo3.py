@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.layer_types import FULL, SLIDING, ScaledFullRopeConfig, interleaved_types
+from nnxmoe.config.layer_types import ScaledFullRopeConfig, interleaved_types
 from nnxmoe.config.printable import short
 from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.model.family import Family
@@ -75,23 +75,5 @@ _HF: Hf = {
     "layer.attention_post_norm.scale": W("post_attention_layernorm.weight"),
     "layer.mlp_post_norm.scale": W("post_feedforward_layernorm.weight"),
 }
-_YARN = {
-    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0,
-    "attention_factor": 1.2079441541679836,
-}  # fmt: skip
-_7B = Olmo3Config(
-    vocab_size=100278, num_key_value_heads=32, max_position_embeddings=65536, rms_norm_eps=1e-6,
-    layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8, rope_scaling=_YARN, eos_token_id=100257, pad_token_id=100277,
-    dtype="bfloat16",
-)  # fmt: skip
-_32B = dataclasses.replace(
-    _7B, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
-    num_key_value_heads=8, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 16,
-)  # fmt: skip
 
-FAMILY = Family(
-    model=Olmo3,
-    hf=_HF,
-    presets={"olmo-3-7b": _7B, "olmo-3-32b": _32B},
-    hub_ids={"olmo-3-7b": "allenai/Olmo-3-7B-Think", "olmo-3-32b": "allenai/Olmo-3.1-32B-Think"},
-)
+FAMILY = Family(model=Olmo3, hf=_HF)

@@ -70,9 +70,4 @@ class Olmoe(CausalLM):
         return self.moe(Router(c.hidden_size, c.num_experts, select, bias=False, **kw), c.intermediate_size, **kw)
 
 
-FAMILY = Family(
-    model=Olmoe,
-    hf=HF_DECODER | HF_MOE,
-    presets={"olmoe-1b-7b": OlmoeConfig(intermediate_size=1024, num_key_value_heads=16, dtype="bfloat16")},
-    hub_ids={"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"},
-)
+FAMILY = Family(model=Olmoe, hf=HF_DECODER | HF_MOE)

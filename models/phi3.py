@@ -83,33 +83,10 @@ def _fused_rows(config: Phi3Config) -> Hf:
     return {key: (fused, *options(LLAMA.hf, key)) for key, fused in rows.items()}
 
 
-_LONG = (
-    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
-    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
-    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
-    18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64,
-    32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
-)  # fmt: skip
-_PRESETS = {
-    "phi-4": Phi3Config(
-        vocab_size=100352, hidden_size=5120, intermediate_size=17920, num_hidden_layers=40, num_attention_heads=40,
-        num_key_value_heads=10, max_position_embeddings=16384, original_max_position_embeddings=16384,
-        rope_theta=250000.0, bos_token_id=100257, eos_token_id=100257, pad_token_id=100257, dtype="bfloat16",
-    ),
-    "phi-4-mini": Phi3Config(
-        vocab_size=200064, num_attention_heads=24, num_key_value_heads=8, max_position_embeddings=131072,
-        partial_rotary_factor=0.75, sliding_window=262144, tie_word_embeddings=True,
-        rope_scaling={"type": "longrope", "long_factor": _LONG, "short_factor": (1.0,) * 48},
-        bos_token_id=199999, eos_token_id=199999, pad_token_id=199999, dtype="bfloat16",
-    ),
-}  # fmt: skip
-
 FAMILY = Family(
     model=Phi3,
     hf=LLAMA.hf,
     hf_of_config=_fused_rows,
     # transformers has one linear layer for queries, keys and values, and another for gate and up.
     peft_excluded=("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"),
-    presets=_PRESETS,
-    hub_ids={"phi-4": "microsoft/phi-4", "phi-4-mini": "microsoft/Phi-4-mini-instruct"},
 )

@@ -50,18 +50,4 @@ class Qwen2Moe(QwenMoe):
         return self.gqa(index, bias=self.config.qkv_bias, out_bias=False, **kw)
 
 
-_A2_7B = Qwen2MoeConfig(
-    max_position_embeddings=8192, rope_theta=1e6, bos_token_id=151643, eos_token_id=151643, dtype="bfloat16"
-)
-_A14B = dataclasses.replace(
-    _A2_7B, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-    num_key_value_heads=4, max_position_embeddings=131072, moe_intermediate_size=2560,
-    shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8,
-)  # fmt: skip
-
-FAMILY = Family(
-    model=Qwen2Moe,
-    hf=HF_DECODER | HF_SHARED,
-    presets={"qwen1.5-moe-a2.7b": _A2_7B, "qwen2-57b-a14b": _A14B},
-    hub_ids={"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B", "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B"},
-)
+FAMILY = Family(model=Qwen2Moe, hf=HF_DECODER | HF_SHARED)

@@ -105,24 +105,6 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
         return SeparateProjection(heads, **kw)
 
 
-_35B = Qwen3_5MoeTextConfig(
-    max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25, mlp_only_layers=(),
-    eos_token_id=248044, dtype="bfloat16",
-)  # fmt: skip
-_397B = dataclasses.replace(
-    _35B, hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, moe_intermediate_size=1024, num_experts=512,
-    num_experts_per_tok=10, linear_num_value_heads=64, shared_expert_intermediate_size=1024,
-)  # fmt: skip
-_2_4T = dataclasses.replace(
-    _397B, hidden_size=8192, num_hidden_layers=92, num_attention_heads=64, num_key_value_heads=4,
-    moe_intermediate_size=2048, linear_num_value_heads=128, shared_expert_intermediate_size=2048, mlp_only_layers=None,
-    bos_token_id=248044,
-)  # fmt: skip
-_27B = Qwen3_5TextConfig(
-    hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24, linear_num_value_heads=48,
-    max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25, bos_token_id=248044,
-    eos_token_id=248044, dtype="bfloat16",
-)  # fmt: skip
 _PROJECTIONS = {f"layer.attention.project.{x}.kernel": W(f"linear_attn.in_proj_{x}.weight") for x in ("qkv", *"zba")}
 _MAXTEXT_PROJECTIONS = {
     f"{_PROJECT}.{x}.kernel": (f"attention/in_proj_{name}/kernel", ("embed", "gdn_head"))
@@ -146,31 +128,12 @@ class Qwen3_5MaxText(QwenHybridMaxText):
         return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named_columns}
 
 
-_MTP_NOTE = "the prediction layer is loaded only with mtp=True"
-
-QWEN3_5_TEXT = Family(
-    model=Qwen3_5Text,
-    hf={**HF_HYBRID, **_PROJECTIONS},
-    mtp_prefixes=MTP_PREFIXES,
-    presets={"qwen3.8-27b": _27B},
-    hub_ids={"qwen3.8-27b": "Qwen/Qwen3.8-27B"},
-    checkpoint_notes={"qwen3.8-27b": f"the vision tower is not loaded; {_MTP_NOTE}"},
-)
+QWEN3_5_TEXT = Family(model=Qwen3_5Text, hf={**HF_HYBRID, **_PROJECTIONS}, mtp_prefixes=MTP_PREFIXES)
 
 QWEN3_5_MOE_TEXT = Family(
     model=Qwen3_5MoeText,
     hf={**HF_HYBRID, **HF_SHARED, **_PROJECTIONS},
     maxtext=Qwen3_5MaxText({**MAXTEXT_HYBRID, **_MAXTEXT_PROJECTIONS}),
     mtp_prefixes=MTP_PREFIXES,
-    presets={"qwen3.5-35b-a3b": _35B, "qwen3.5-397b-a17b": _397B, "qwen3.8-2.4t-a95b": _2_4T},
-    hub_ids={
-        "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
-        "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
-        "qwen3.8-2.4t-a95b": "Qwen/Qwen3.8-2.4T-A95B",
-    },
-    checkpoint_notes={
-        **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), f"the vision tower is not loaded; {_MTP_NOTE}"),
-        "qwen3.8-2.4t-a95b": f"bfloat16 (4.9 TB); Qwen/Qwen3.8-2.4T-A95B-FP8 has FP8 blocks (2.5 TB); {_MTP_NOTE}",
-    },
 )
 FAMILIES = (QWEN3_5_TEXT, QWEN3_5_MOE_TEXT)

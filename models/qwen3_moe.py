@@ -5,7 +5,6 @@ their weights. Some layers may be dense. There are no shared experts.
 """
 
 import dataclasses
-from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.model.family import Family, MaxTextNames
@@ -54,39 +53,10 @@ class Qwen3Moe(NormedHeads, QwenMoe):
     configs = (Qwen3MoeConfig,)
 
 
-def _preset(hidden: int, dense: int, layers: int, heads: int, width: int, experts: int = 128) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        hidden_size=hidden, intermediate_size=dense, num_hidden_layers=layers, num_attention_heads=heads, head_dim=128,
-        num_key_value_heads=4, moe_intermediate_size=width, num_experts=experts, norm_topk_prob=True,
-        max_position_embeddings=40960, sliding_window=None, rope_theta=1e6, bos_token_id=151643, eos_token_id=151645,
-        dtype="bfloat16",
-    )  # fmt: skip
-
-
-_30B = _preset(2048, 6144, 48, 32, 768)
-_CODER: dict[str, Any] = {"max_position_embeddings": 262144, "rope_theta": 1e7, "bos_token_id": None}
-_480B = dataclasses.replace(_preset(6144, 8192, 62, 96, 2560, 160), num_key_value_heads=8, **_CODER)
 _MAXTEXT: Linen = {
     **QWEN3.maxtext.table,
     **maxtext_experts("moe_block"),
     "layer.moe.router.kernel": ("moe_block/gate/kernel", ("embed", None)),
 }
-_PRESETS = {
-    "qwen3-30b-a3b": _30B,
-    "qwen3-235b-a22b": _preset(4096, 12288, 94, 64, 1536),
-    "qwen3-coder-30b-a3b": dataclasses.replace(_30B, intermediate_size=5472, **_CODER),
-    "qwen3-coder-480b-a35b": _480B,
-}
 
-FAMILY = Family(
-    model=Qwen3Moe,
-    hf=HF_DECODER | HF_MOE,
-    maxtext=MaxTextNames(_MAXTEXT),
-    presets=_PRESETS,
-    hub_ids={
-        "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-        "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-        "qwen3-coder-30b-a3b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-        "qwen3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
-    },
-)
+FAMILY = Family(model=Qwen3Moe, hf=HF_DECODER | HF_MOE, maxtext=MaxTextNames(_MAXTEXT))

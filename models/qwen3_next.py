@@ -72,19 +72,5 @@ _MAXTEXT: Linen = {
     "layer.attention.project.qkvz.kernel": ("attention/in_proj_qkvz/kernel", ("embed", "gdn_head")),
     "layer.attention.project.ba.kernel": ("attention/in_proj_ba/kernel", ("embed", "gdn_head")),
 }
-_PRESETS = {
-    "qwen3-next-80b-a3b": Qwen3NextConfig(
-        intermediate_size=5120, max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25,
-        mlp_only_layers=(), bos_token_id=151643, eos_token_id=151645, dtype="bfloat16",
-    )
-}  # fmt: skip
 
-FAMILY = Family(
-    model=Qwen3Next,
-    hf=_HF,
-    maxtext=QwenHybridMaxText(_MAXTEXT),
-    mtp_prefixes=MTP_PREFIXES,
-    presets=_PRESETS,
-    hub_ids={"qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
-)
+FAMILY = Family(model=Qwen3Next, hf=_HF, maxtext=QwenHybridMaxText(_MAXTEXT), mtp_prefixes=MTP_PREFIXES)

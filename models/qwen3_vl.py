@@ -6,7 +6,6 @@ generates speech, is not loaded.
 """
 
 import dataclasses
-from typing import Any
 
 from nnxmoe.config.bounds import count, one_of
 from nnxmoe.config.rope_parameters import MROPE_FIELDS
@@ -96,37 +95,8 @@ class Qwen3VLMoeText(Qwen3Moe):
 
 
 _EXPERTS, _GATE_UP, _DOWN = (W(f"mlp.experts{end}") for end in ("", ".gate_up_proj", ".down_proj"))
-_PUBLISHED: dict[str, Any] = {
-    "max_position_embeddings": 262144,
-    "rope_theta": 5e6,
-    "rope_scaling": {"rope_type": "default"},
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "dtype": "bfloat16",
-}
 
-
-def _dense(hidden: int, width: int, layers: int, heads: int, tied: bool) -> Qwen3VLTextConfig:
-    return Qwen3VLTextConfig(
-        hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=8, tie_word_embeddings=tied, **_PUBLISHED,
-    )  # fmt: skip
-
-
-_QWEN3_VL_TEXT_PRESETS = {
-    "qwen3-vl-2b": _dense(2048, 6144, 28, 16, tied=True),
-    "qwen3-vl-4b": _dense(2560, 9728, 36, 32, tied=True),
-    "qwen3-vl-8b": _dense(4096, 12288, 36, 32, tied=False),
-}
-
-QWEN3_VL_TEXT = Family(
-    model=Qwen3VLText,
-    hf=QWEN3.hf,
-    maxtext=QWEN3.maxtext,
-    presets=_QWEN3_VL_TEXT_PRESETS,
-    hub_ids={name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in _QWEN3_VL_TEXT_PRESETS},
-    checkpoint_notes=dict.fromkeys(_QWEN3_VL_TEXT_PRESETS, "the vision tower is not loaded"),
-)
+QWEN3_VL_TEXT = Family(model=Qwen3VLText, hf=QWEN3.hf, maxtext=QWEN3.maxtext)
 # Published tensors store inputs before outputs. transformers uses the opposite order in memory and when saving.
 _QWEN3_VL_MOE_TEXT_HF: Hf = {
     **QWEN3_MOE.hf,
@@ -134,30 +104,6 @@ _QWEN3_VL_MOE_TEXT_HF: Hf = {
     "layer.moe.experts.up": (_EXPERTS.each("up_proj.weight"), _GATE_UP.rows(1, 2), _GATE_UP.T.rows(1, 2)),
     "layer.moe.experts.down": (_EXPERTS.each("down_proj.weight"), _DOWN, _DOWN.T),
 }
-_QWEN3_VL_MOE_TEXT_PRESETS = {
-    "qwen3-vl-30b-a3b": Qwen3VLMoeTextConfig(
-        intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, mlp_only_layers=(), **_PUBLISHED,
-    ),
-    "qwen3-omni-30b-a3b": Qwen3OmniMoeTextConfig(
-        vocab_size=152064, intermediate_size=768, num_hidden_layers=48, num_attention_heads=32, head_dim=128,
-        mlp_only_layers=(), max_position_embeddings=65536, rope_scaling={"rope_type": "default", "type": "default"},
-        dtype="bfloat16",
-    ),
-}  # fmt: skip
 
-QWEN3_VL_MOE_TEXT = Family(
-    model=Qwen3VLMoeText,
-    hf=_QWEN3_VL_MOE_TEXT_HF,
-    maxtext=QWEN3_MOE.maxtext,
-    presets=_QWEN3_VL_MOE_TEXT_PRESETS,
-    hub_ids={
-        "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
-        "qwen3-omni-30b-a3b": "Qwen/Qwen3-Omni-30B-A3B-Instruct",
-    },
-    checkpoint_notes={
-        "qwen3-vl-30b-a3b": "the vision tower is not loaded",
-        "qwen3-omni-30b-a3b": "only the thinker's text model is loaded, without the towers, the talker and code2wav",
-    },
-)
+QWEN3_VL_MOE_TEXT = Family(model=Qwen3VLMoeText, hf=_QWEN3_VL_MOE_TEXT_HF, maxtext=QWEN3_MOE.maxtext)
 FAMILIES = (QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT)

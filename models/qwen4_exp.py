@@ -222,16 +222,6 @@ def _rows_of_config(config: Qwen4ExpTextConfig) -> Table:
     }
 
 
-_FLASH = Qwen4ExpTextConfig(
-    hidden_size=2560, num_hidden_layers=48, num_attention_heads=24, moe_intermediate_size=640,
-    shared_expert_intermediate_size=640, linear_num_value_heads=48, max_position_embeddings=262144,
-    layer_types=(*("linear_attention",) * 3, "full_attention") * 12, partial_rotary_factor=0.25,
-    rope_parameters={"partial_rotary_factor": 0.25, "rope_theta": 1e7, "rope_type": "default"},
-    output_gate_type="sigmoid", indexer_n_heads=4, indexer_head_dim=128, indexer_budget=2048,
-    indexer_compress_ratio=4, ple_layer_ids=(2,), ple_embed_dim=2560, split_ngram_parts=128, bos_token_id=248044,
-    eos_token_id=248044, dtype="bfloat16",
-)  # fmt: skip
-
 FAMILY = Family(
     model=Qwen4ExpText,
     hf=_HF,
@@ -239,9 +229,4 @@ FAMILY = Family(
     mtp_prefixes=QWEN3_5_MOE_TEXT.mtp_prefixes,
     # transformers stores these projections as parts of one linear layer.
     peft_excluded=("attention.indexer.q", "attention.indexer.k"),
-    presets={"qwen3.8-flash-next": _FLASH},
-    hub_ids={"qwen3.8-flash-next": "Qwen/Qwen3.8-Flash-Next"},
-    checkpoint_notes={
-        "qwen3.8-flash-next": "the vision tower is not loaded; the prediction layer is loaded only with mtp=True"
-    },
 )

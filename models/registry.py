@@ -1,9 +1,12 @@
 """Registry of the model families by ``model_type`` and preset. Imports a family's module on first use."""
 
+import functools
 import importlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nnxmoe.config.base import DecoderConfig
@@ -12,7 +15,7 @@ from nnxmoe.config.config_json import check_architecture, text_fields
 from nnxmoe.config.printable import did_you_mean, short
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
-from nnxmoe.models.index import ARCHITECTURES, MODULE_OF_PRESET, MODULE_OF_TYPE, MODULES
+from nnxmoe.models.index import ARCHITECTURES, MODULE_OF_TYPE, MODULES
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -66,18 +69,13 @@ def _families_in(module: str) -> Sequence[Family]:
 
 def _family_of_type(model_type: str) -> Family:
     """Return the family of a ``model_type``. Raises KeyError for unknown types."""
-    if model_type in REGISTERED:
-        return REGISTERED[model_type]
+    return REGISTERED[model_type] if model_type in REGISTERED else _supported_family(model_type)
+
+
+def _supported_family(model_type: str) -> Family:
+    """Return the family of this folder for a ``model_type``. Raises KeyError for unknown types."""
     families = _families_in(MODULE_OF_TYPE[model_type])
     return next(family for family in families if model_type in (config.model_type for config in family.configs))
-
-
-def _family_of_preset(name: str) -> Family:
-    """Return the family of a preset. Raises KeyError for unknown presets."""
-    for family in reversed(REGISTERED.values()):
-        if name in family.presets:
-            return family
-    return next(family for family in _families_in(MODULE_OF_PRESET[name]) if name in family.presets)
 
 
 def family_of(source: CausalLM | DecoderConfig) -> Family:
@@ -107,22 +105,52 @@ def _classes(model_type: str) -> tuple[type[DecoderConfig], type[CausalLM]]:
     return next(config for config in family.configs if config.model_type == model_type), family.model
 
 
+@functools.cache
+def _published() -> dict[str, dict[str, Any]]:
+    """Return the contents of presets.json: by preset, ``model_type``, ``config``, and maybe ``hub_id`` and ``note``."""
+    return json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _published_config(name: str) -> DecoderConfig:
+    model_type, fields = _published()[name]["model_type"], _published()[name]["config"]
+    configs = _supported_family(model_type).configs
+    return next(config for config in configs if config.model_type == model_type)(**fields)
+
+
+def _registered_family(preset_name: str) -> Family | None:
+    """Return the family that was registered with a preset of this name."""
+    return next((family for family in reversed(REGISTERED.values()) if preset_name in family.presets), None)
+
+
 def _preset_names() -> list[str]:
     registered = (name for family in REGISTERED.values() for name in family.presets)
-    return list(dict.fromkeys((*MODULE_OF_PRESET, *registered)))
+    return list(dict.fromkeys((*_published(), *registered)))
+
+
+def _preset(name: str) -> DecoderConfig:
+    """Return the config of a preset. Raises KeyError for unknown presets."""
+    family = _registered_family(name)
+    return _published_config(name) if family is None else family.presets[name]
+
+
+def _hub_ids() -> dict[str, str]:
+    published = {name: entry["hub_id"] for name, entry in _published().items() if "hub_id" in entry}
+    return published | {name: hub_id for family in REGISTERED.values() for name, hub_id in family.hub_ids.items()}
+
+
+def _notes() -> dict[str, str]:
+    published = {name: entry["note"] for name, entry in _published().items() if "note" in entry}
+    return published | {name: note for family in REGISTERED.values() for name, note in family.checkpoint_notes.items()}
 
 
 FAMILIES = LazyTable(_types, _family_of_type)  # model_type -> family
 MODELS = LazyTable(_types, _classes)  # model_type -> (config class, model class)
-PRESETS = LazyTable(_preset_names, lambda name: _family_of_preset(name).presets[name])
-HUB_IDS = LazyTable(  # preset -> Hugging Face Hub id of the published checkpoint
-    lambda: [name for name in PRESETS if name in _family_of_preset(name).hub_ids],
-    lambda name: _family_of_preset(name).hub_ids[name],
-)
-CHECKPOINT_NOTES = LazyTable(  # preset -> differences between its files and the loaded model
-    lambda: [name for name in PRESETS if name in _family_of_preset(name).checkpoint_notes],
-    lambda name: _family_of_preset(name).checkpoint_notes[name],
-)
+PRESETS = LazyTable(_preset_names, _preset)
+# Preset -> Hugging Face Hub id of the published checkpoint.
+HUB_IDS = LazyTable(lambda: [*_hub_ids()], lambda name: _hub_ids()[name])
+# Preset -> differences between its files and the loaded model.
+CHECKPOINT_NOTES = LazyTable(lambda: [*_notes()], lambda name: _notes()[name])
 
 
 def register(family: Family) -> None:

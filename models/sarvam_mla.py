@@ -46,20 +46,4 @@ class SarvamMLA(DeepSeekV3):
     configs = (SarvamMLAConfig,)
 
 
-_PRESETS = {
-    "sarvam-105b": SarvamMLAConfig(
-        max_position_embeddings=131072,
-        rope_scaling={
-            "rope_type": "deepseek_yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
-            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
-        },
-        pad_token_id=0, dtype="bfloat16",
-    )
-}  # fmt: skip
-
-FAMILY = Family(
-    model=SarvamMLA,
-    hf=DEEPSEEK_V3.hf,
-    presets=_PRESETS,
-    hub_ids={"sarvam-105b": "sarvamai/sarvam-105b"},
-)
+FAMILY = Family(model=SarvamMLA, hf=DEEPSEEK_V3.hf)

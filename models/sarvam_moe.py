@@ -76,10 +76,4 @@ def _published_rows(config: SarvamMoEConfig) -> Hf:
     return {key: (published, *options(_HF, key)) for key, published in rows.items()}
 
 
-FAMILY = Family(
-    model=SarvamMoE,
-    hf=_HF,
-    hf_of_config=_published_rows,
-    presets={"sarvam-30b": SarvamMoEConfig()},
-    hub_ids={"sarvam-30b": "sarvamai/sarvam-30b"},
-)
+FAMILY = Family(model=SarvamMoE, hf=_HF, hf_of_config=_published_rows)

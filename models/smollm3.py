@@ -81,11 +81,4 @@ class SmolLM3(LlamaLike):
         return self.gqa(index, bias=self.config.attention_bias, rotary=rotary, **kw)
 
 
-_PRESETS = {
-    "smollm3-3b": SmolLM3Config(
-        max_position_embeddings=65536, rope_theta=5e6, eos_token_id=128012, no_rope_layers=(1, 1, 1, 0) * 9,
-        layer_types=(FULL,) * 36, dtype="bfloat16",
-    )
-}  # fmt: skip
-
-FAMILY = Family(model=SmolLM3, hf=LLAMA.hf, presets=_PRESETS, hub_ids={"smollm3-3b": "HuggingFaceTB/SmolLM3-3B"})
+FAMILY = Family(model=SmolLM3, hf=LLAMA.hf)

@@ -40,17 +40,4 @@ class SolarOpen(Glm4Moe):
     configs = (SolarOpenConfig,)
 
 
-_PRESETS = {
-    "solar-open-100b": SolarOpenConfig(
-        intermediate_size=10240,
-        rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}, bos_token_id=1,
-        eos_token_id=2, pad_token_id=2, dtype="bfloat16",
-    )
-}  # fmt: skip
-
-FAMILY = Family(
-    model=SolarOpen,
-    hf=GLM4_MOE.hf,
-    presets=_PRESETS,
-    hub_ids={"solar-open-100b": "upstage/Solar-Open-100B"},
-)
+FAMILY = Family(model=SolarOpen, hf=GLM4_MOE.hf)

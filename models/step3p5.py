@@ -276,19 +276,6 @@ class Step3p5(CausalLM):
         return self.moe(router, c.moe_intermediate_size, dense(width=c.share_expert_dim), activation=activation, **kw)
 
 
-_FLASH = Step3p5Config(
-    vocab_size=128896, max_position_embeddings=262144, sliding_window=512, num_sliding_attention_heads=96,
-    layer_types=tuple(FULL if i % 4 == 0 else SLIDING for i in range(45)), moe_router_scaling_factor=3.0,
-    swiglu_limits=(0.0,) * 43 + (7.0, 7.0), swiglu_limits_shared=(0.0,) * 43 + (16.0, 16.0),
-    rope_parameters={
-        FULL: {
-            "rope_theta": 5e6, "partial_rotary_factor": 0.5, "rope_type": "llama3", "factor": 2.0,
-            "original_max_position_embeddings": 131072, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
-        },
-        SLIDING: {"rope_theta": 1e4},
-    },
-    bos_token_id=0, eos_token_id=(1, 2, 128007), dtype="bfloat16",
-)  # fmt: skip
 _GATE_UP = W("mlp.experts.gate_up_proj")
 _HF: Hf = {
     **HF_DECODER,
@@ -306,10 +293,4 @@ _HF: Hf = {
     },
 }  # fmt: skip
 
-FAMILY = Family(
-    model=Step3p5,
-    hf=_HF,
-    presets={"step-3.5-flash": _FLASH},
-    hub_ids={"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"},
-    checkpoint_notes={"step-3.5-flash": "the multi-token prediction layers are not loaded"},
-)
+FAMILY = Family(model=Step3p5, hf=_HF)

@@ -119,7 +119,7 @@ def _write_families(folder: Path) -> None:
     rows, listing = _difference_table(), []
     for model_type, family in models.FAMILIES.items():
         config = next(each for each in family.configs if each.model_type == model_type)
-        presets = {name: preset for name, preset in family.presets.items() if preset.model_type == model_type}
+        presets = {name: preset for name, preset in models.PRESETS.items() if preset.model_type == model_type}
         _write(folder / f"{model_type}.md", *_family_page(family, config, presets, rows.get(model_type)))
         names = ", ".join(f"`{name}`" for name in presets)
         listing.append((f"[`{model_type}`]({model_type}.md)", f"`{family.model.__name__}`", names))
@@ -171,7 +171,7 @@ def _family_page(
     if presets:
         header = ("preset", "checkpoint on the hub", "layers", "hidden size", "experts")
         rows = [
-            (f"`{name}`", family.hub_ids.get(name, ""), each.num_hidden_layers, each.hidden_size, each.experts or "")
+            (f"`{name}`", models.HUB_IDS.get(name, ""), each.num_hidden_layers, each.hidden_size, each.experts or "")
             for name, each in presets.items()
         ]
         text += ["## Presets", _table(header, rows)]

@@ -53,7 +53,7 @@ def stack_layers(experts: list[Integer[Array, "R T X"]]) -> Integer[Array, "R T 
 
 
 def pad_routing(
-    routings: Sequence[Integer[np.ndarray, "tokens L X"] | None],
+    routings: Sequence[Integer[np.ndarray, "_ L X"] | None],
     counts: Sequence[int],
     is_input: Bool[np.ndarray, "B T"],
     experts: int,

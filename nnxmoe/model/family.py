@@ -107,7 +107,9 @@ class MaxTextNames:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Family:
-    """A model class with its presets and the names of its weights in files. Pass it to `nnxmoe.models.register`.
+    """A model class with the names of its weights in files. Pass it to `nnxmoe.models.register`.
+
+    Presets of the families in nnxmoe are in ``models/presets.json``. A custom family passes its presets.
 
     Attributes:
         model: The model class. Its ``configs`` are the config classes of the family.

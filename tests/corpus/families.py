@@ -32,6 +32,8 @@ TENSORS: dict[str, tuple[str, Change | None]] = {
     "fused queries, keys and values of one row less": ("self_attn.qkv_proj.weight", lambda t: t[1:]),
     "fused gate and up of one row less": ("mlp.gate_up_proj.weight", lambda t: t[1:]),
     "a dense down projection transposed": ("mlp.down_proj.weight", lambda t: t.T),
+    "a dense second matrix transposed": ("feed_forward.w2.weight", lambda t: t.T),
+    "a short convolution of one tap less": ("conv.conv.weight", lambda t: t[..., 1:]),
 }
 
 
@@ -46,6 +48,7 @@ ELSEWHERE = {
     "glm_moe_dsa": (WIDER,),
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
+    "lfm2_moe": ("a layer with a window of null",),  # none of its layers has a window
     "phi3": (GROUPED,),  # queries, keys and values are one tensor
     "kimi_linear": (WIDER,),
     "kimi_k3": (WIDER,),

@@ -1,6 +1,5 @@
 """The index of the model families equals the modules, and a family is imported when it is first used."""
 
-import dataclasses
 import importlib
 import subprocess
 import sys
@@ -32,7 +31,6 @@ def test_the_index_equals_the_modules() -> None:
         assert set(entry.architectures.split()) == names, stem
         classes = {family.model for family in families} | set(configs)
         assert set(entry.classes.split()) == {each.__name__ for each in classes}, stem
-        assert entry.presets.split() == [name for family in families for name in family.presets], stem
         for config in configs:
             assert FAMILIES[config.model_type] in families
 
@@ -76,10 +74,9 @@ def test_register_takes_families_only() -> None:
         models.register(models.Mixtral)  # type: ignore[arg-type]
 
 
-def test_presets_of_all_families() -> None:
+def test_presets_are_built_once() -> None:
     for name, config in models.PRESETS.items():
-        family = models.family_of(config) if name != "moonlight-16b-a3b" else FAMILIES["kimi_k2"]
-        assert family.presets[name] is config and dataclasses.is_dataclass(config)
+        assert models.PRESETS[name] is config and type(config) is models.MODELS[config.model_type][0]
     assert models.HUB_IDS.keys() >= models.CHECKPOINT_NOTES.keys()
 
 

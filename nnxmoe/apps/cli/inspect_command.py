@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``nnxmoe inspect``."""
     add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
     add_quantize(parser)
-    parser.epilog = f"{parser.epilog}\n\n{textwrap.fill('presets: ' + ', '.join(PRESETS), 100)}"
+    parser.epilog = f"{parser.epilog}\n\n{textwrap.fill('presets: ' + ', '.join(PRESETS), 100, break_on_hyphens=False)}"
     add = parser.add_argument
     add("--batch", type=count, default=1, metavar="B", help="rows in the cache (default 1)")
     add("--fields", action="store_true", help="also print all fields of config.json and the default strategy")
