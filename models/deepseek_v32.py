@@ -51,7 +51,7 @@ class DeepSeekV32Config(DeepSeekV3Config):
 
     @classmethod
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Also replace the older name of the attention type, as transformers does."""
+        """Extend the base method: replace the older name of the attention type, as in transformers."""
         values = super()._standard_fields(fields)
         if isinstance(layer_types := values.get("layer_types"), list):
             renamed = {"deepseek_sparse_attention": "indexed_attention"}

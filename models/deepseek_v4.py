@@ -49,8 +49,8 @@ class DeepSeekV4Config(DecoderConfig):
         compress_rates: Tokens per compressed entry, by attention type.
         mlp_layer_types: Router type of each layer. If null, the first ``num_hash_layers`` route by token id.
         hc_mult: Number of residual streams.
-        dspark_block_size: Tokens per block of the draft model DSpark, if the files have DSpark's layers instead of a
-            prediction layer.
+        dspark_block_size: Tokens per block of the draft model DSpark. Null unless the files contain DSpark's layers
+            instead of a prediction layer.
     """
 
     model_type = "deepseek_v4"

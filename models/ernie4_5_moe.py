@@ -3,9 +3,9 @@
 The rotary embedding rotates adjacent pairs. Layers have routed and shared experts. The router selects experts by a
 softmax plus a correction bias.
 
-ERNIE-4.5-VL has separate routers and experts for text and for images. Only the text's are loaded. The rotary embedding
-has three dimensions. Text has equal positions in all three, so the embedding equals ERNIE 4.5's. Saved models have the
-model_type ``ernie4_5_moe``.
+ERNIE-4.5-VL has separate routers and experts for text and for images. Only the router and experts for text are
+loaded. A position in ERNIE-4.5-VL has three components. They are equal for text, so the rotary embedding equals ERNIE
+4.5's. Saved models have the model_type ``ernie4_5_moe``.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class Ernie45VLMoeTextConfig(Ernie45MoeConfig):
 
     @property
     def unused_tensors(self) -> Collection[str]:
-        """Routers and experts for images. The experts are numbered after the experts for text."""
+        """Tensors of routers and experts for images. These experts are numbered after the experts for text."""
         experts = range(self.moe_num_experts, 2 * self.moe_num_experts)
         names = [f"mlp.experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up", "down")]
         layers = (i for i, is_sparse in enumerate(self.sparse_layers) if is_sparse)
@@ -133,7 +133,7 @@ class Ernie45Moe(DenseOrMoE):
 
 
 _BIAS = W("mlp.moe_statics.e_score_correction_bias")
-_HF: Hf = {  # files of ERNIE-4.5-VL store the router's inputs before its outputs, and the biases of both routers
+_HF: Hf = {  # ERNIE-4.5-VL's files store the router's kernel as [in, out], and the biases of both routers in one tensor
     **HF_DECODER, **HF_GROUPED_EXPERTS,
     "layer.moe.router.kernel": (W("mlp.gate.weight"), W("mlp.gate.weight").T.files_only),
     "layer.moe.router.bias": (_BIAS, _BIAS.rows(0, 2).files_only, W("mlp.gate.moe_statics.e_score_correction_bias")),

@@ -20,7 +20,7 @@ from nnxmoe.models.shared.normed_heads import NormedHeads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exaone4Config(PatternWindowsConfig):
-    """Config of EXAONE 4.0. If ``sliding_window`` is null, all layers are full attention and rotate."""
+    """Config of EXAONE 4.0. If ``sliding_window`` is null, all layers have full attention and rotation."""
 
     model_type = "exaone4"
     architecture = "Exaone4ForCausalLM"

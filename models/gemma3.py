@@ -1,6 +1,7 @@
-"""The text model of Gemma 3 (Google, 2025): norms around attention and feed-forward, and windows in most layers.
+"""The text model of Gemma 3 (Google, 2025): norms before and after attention and feed-forward.
 
-Sliding-window and full-attention layers differ in their rotary embedding. Only full-attention layers scale it.
+Most layers have a sliding window. Sliding-window and full-attention layers have different rotary embeddings. Only the
+embedding of full-attention layers may be scaled for long contexts.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ class Gemma3TextConfig(PatternWindowsConfig, ScaledFullRopeConfig):
     Attributes:
         query_pre_attn_scalar: Attention multiplies scores by ``query_pre_attn_scalar ** -0.5``.
         attention_bias: Whether q, k, v and o have biases.
-        rope_local_base_freq: ``rope_theta`` of sliding-window layers if ``rope_parameters`` does not contain it.
+        rope_local_base_freq: ``rope_theta`` of sliding-window layers. Used if ``rope_parameters`` does not set it.
         final_logit_softcapping: Soft cap of the logits.
     """
 
@@ -64,7 +65,7 @@ class Gemma3TextConfig(PatternWindowsConfig, ScaledFullRopeConfig):
         return self.rope_local_base_freq
 
     def fold_query_scale(self) -> tuple[Self, float]:
-        """Return the config unchanged, because in this family transformers reads ``query_pre_attn_scalar``."""
+        """Return the config unchanged and the factor 1, because transformers' Gemma 3 reads the field."""
         return self, 1.0
 
 

@@ -4,8 +4,8 @@ Grouped-query attention rotates half of each head and has biases for queries, ke
 normalize the heads of queries and keys. The first layers are dense. The other layers have DeepSeek-V3's experts with a
 single group. The multi-token prediction layer is loaded only with ``mtp=True``.
 
-GLM-4.5V's rotary embedding has three dimensions. Text has equal positions in all three, so the embedding equals
-GLM-4.5's. Saved models have the model_type ``glm4_moe``.
+A position in GLM-4.5V has three components. They are equal for text, so the rotary embedding equals GLM-4.5's. Saved
+models of GLM-4.5V have the model_type ``glm4_moe``.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """GLM-5, 5.1, 5.2 and 5.3 (Zhipu AI, 2026): DeepSeek-V3.2's layers with indexers that rotate adjacent pairs.
 
-In GLM-5.2 and 5.3, most layers have no indexer. They attend to the keys selected by the last indexer before them.
-Layers pass the selected keys to the next layer together with the hidden states. Prediction layers have indexers.
+In GLM-5.2 and 5.3, most layers have no indexer. These layers attend to the keys selected by the last indexer before
+them. Layers pass the selected keys to the next layer together with the hidden states. Prediction layers have indexers.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ class GraniteLikeConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(GraniteLikeConfig):
-    """Config of dense Granite models. ``mlp_bias`` is whether gate, up and down have biases."""
+    """Config of dense Granite models. If ``mlp_bias``, gate, up and down have biases."""
 
     model_type = "granite"
     architecture = "GraniteForCausalLM"
@@ -79,7 +79,10 @@ class GraniteMoeConfig(GraniteLikeConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteMoeSharedConfig(GraniteMoeConfig):
-    """Config of Granite MoE Shared. ``shared_intermediate_size`` is the width of the shared expert, or 0."""
+    """Config of Granite MoE Shared.
+
+    ``shared_intermediate_size`` is the width of the shared expert. If it is 0, there is no shared expert.
+    """
 
     model_type = "granitemoeshared"
     architecture = "GraniteMoeSharedForCausalLM"
@@ -119,7 +122,7 @@ class GraniteMoe(Granite):
 
 
 _MOE = "block_sparse_moe"
-# The first alternatives are the names in checkpoints. The second alternatives are the names in transformers' model.
+# The first of two alternatives is the name in checkpoints. The second is the name in transformers' model.
 _INPUT = W(f"{_MOE}.input_linear.weight"), W(f"{_MOE}.experts.gate_up_proj")
 HF_GRANITE: Hf = {
     **HF_DECODER,

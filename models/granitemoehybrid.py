@@ -33,15 +33,15 @@ class GraniteMoeHybridConfig(GraniteMoeSharedConfig):
         shared_intermediate_size: Width of the shared feed-forward.
         num_local_experts: Number of experts, or 0 for dense models.
         position_embedding_type: ``rope``, or ``nope`` or null for no rotary embedding.
-        layer_types: ``linear_attention`` (Mamba-2) or ``full_attention`` per layer. Files from 2025 have the names
-            ``mamba`` and ``attention``. By default, all layers are Mamba-2.
+        layer_types: ``linear_attention`` (Mamba-2) or ``full_attention`` per layer. Files from 2025 use the names
+            ``mamba`` and ``attention``. By default, all layers are Mamba-2 layers.
         mamba_n_heads: Number of heads of the recurrence.
         mamba_n_groups: Number of groups of heads that share keys.
         mamba_d_state: Width of the keys of the recurrence.
-        mamba_d_head: Width of a head of the recurrence. ``auto`` or null is ``mamba_expand * hidden_size`` divided by
-            the number of heads.
+        mamba_d_head: Width of a head of the recurrence. ``auto`` and null mean
+            ``mamba_expand * hidden_size // mamba_n_heads``.
         mamba_d_conv: Number of taps of the convolution.
-        mamba_expand: Total width of the heads of the recurrence, divided by ``hidden_size``.
+        mamba_expand: Ratio of the total width of the heads of the recurrence to ``hidden_size``.
         mamba_conv_bias: Whether the convolution has a bias.
         mamba_proj_bias: Whether the projections of the recurrence have biases.
     """

@@ -1,12 +1,12 @@
 """Hy4 (Tencent, 2026): GLM-5.2's sparse attention with sinks and an output gate, and several residual streams.
 
 Layers without an indexer attend to the keys selected by the last indexer before them. The residual streams are not
-mixed. The final norm normalizes a weighted sum of the streams. The activation of routed experts is clamped. Prediction
-layers have a single stream. Router, head, sinks and stream weights have float32 parameters, and so have the indexer's
-key norm and score weights.
+mixed. The final norm normalizes a weighted sum of the streams. Routed experts clip the inputs of their activation.
+Prediction layers have a single stream. The parameters of the router, the output head, the sinks, the stream weights,
+and the indexer's key norm and score weights are float32.
 
-transformers 5.24 rotates halves of a head, but adjacent pairs in the multimodal Hy4. vLLM and llama.cpp always rotate
-adjacent pairs: set ``rope_interleave`` to do the same.
+transformers 5.24 rotates halves of a head in the text-only Hy4, and adjacent pairs in the multimodal Hy4. vLLM and
+llama.cpp always rotate adjacent pairs. Set ``rope_interleave`` to rotate adjacent pairs.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class HyV4Config(GlmMoeDsaConfig):
         hc_mult: Number of residual streams.
         hc_magnitude: Factor of the sigmoid that scales the outputs of attention and feed-forward.
         hc_eps: Value that is added to the weights of the streams.
-        swiglu_limit: Bound of the outputs of the gate and up projections of routed experts. 0 or less disables it.
+        swiglu_limit: Limit of `LimitedSwiGLU` in routed experts. If it is 0 or less, outputs are not clipped.
     """
 
     model_type = "hy_v4"
@@ -96,7 +96,7 @@ class HyV4Config(GlmMoeDsaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HyV4VLTextConfig(HyV4Config):
-    """Text config of the multimodal Hy4. Positions have three dimensions, which are equal for text."""
+    """Text config of the multimodal Hy4. A position has three components. They are equal for text."""
 
     model_type = "hy_v4_vl_text"
     ignored = MROPE_FIELDS
@@ -116,7 +116,10 @@ class HyV4VLTextConfig(HyV4Config):
 
 
 class IndexedStreams(Streamed):
-    """`Streamed` whose attention selects keys as in `IndexedLayer`. Input and output are streams and selected keys."""
+    """A `Streamed` layer whose attention selects keys as in `IndexedLayer`.
+
+    Input and output are pairs: the streams, and the selected keys.
+    """
 
     def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
         attention: Any = self.attention
@@ -148,7 +151,7 @@ class SingleStreamMTP(MTP):
 
 
 def keep_float32(module: Part) -> Part:
-    """Exclude the parameters of a float32 module from casts of the model."""
+    """Exclude the module's parameters from casts of the model, and return the module."""
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(keeps_dtype=True)
@@ -213,8 +216,8 @@ _STREAMS = (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
 _HALVES = (("attention", "attn", "attn"), ("mlp", "mlp", "ffn"), ("moe", "mlp", "ffn"))
 _HEADS = "hc_head.hc_head", "hc_pre.hc_head.hc_head", "hc_head.hc_pre.hc_head", "hc_head.hc"
 _GATE_UP, _EXPERTS = W("mlp.experts.gate_up_proj"), W("mlp.experts")
-# The last alternatives are the names in transformers' model. transformers 5.24 saves names with a misplaced ``hc_pre``,
-# and calls the gates of all feed-forwards ``linear_gate``.
+# The last alternative is the name in transformers' model, except for experts and `W.files_only`. transformers 5.24
+# saves names with a misplaced ``hc_pre``, and saves the gates of all feed-forwards as ``linear_gate``.
 _HF: Hf = {
     **{key: row for key, row in DEEPSEEK_V32.hf.items() if not key.startswith(("layer.mtp.embed", "layer.mtp.head"))},
     "layer.mtp.norm.scale": W("final_layernorm.weight"),

@@ -1,4 +1,4 @@
-"""Index of the model modules, from which `nnxmoe.models` imports each module on first use.
+"""Index of the model modules. `nnxmoe.models` imports each module on first use.
 
 ``tests/models/test_registry.py`` compares the index with the modules.
 """
@@ -12,7 +12,7 @@ class ModuleEntry(NamedTuple):
     Attributes:
         model_types: The ``model_type`` of each config.
         classes: Model classes and config classes.
-        architectures: Class names in transformers.
+        architectures: Accepted class names in config.json, from transformers or from published files.
     """
 
     model_types: str

@@ -1,9 +1,9 @@
-"""Kimi K3 (Moonshot AI, 2026), described in its technical report (arXiv 2607.24653). transformers 5.24 has no K3.
+"""Kimi K3 (Moonshot AI, 2026), from its technical report (arXiv 2607.24653). transformers 5.24 does not implement K3.
 
-K3 extends Kimi Linear: attention residuals over blocks of layers (`AttentionResidual`), bounded activations (`SiTU`),
-routed experts of a smaller width (`LatentMoE`) and gates on the outputs of latent attention. Names of tensors and
-fields, and details that the report does not state, are those of the published checkpoint (moonshotai/Kimi-K3), of
-``KimiLinearForCausalLM`` in its modeling_kimi_linear.py, and of ``kimi_k3.py`` in mlx-lm 0.32.2.
+K3 adds to Kimi Linear: attention residuals over blocks of layers (`AttentionResidual`), bounded activations (`SiTU`),
+routed experts of a smaller width (`LatentMoE`), and gates on the outputs of latent attention. The names of tensors and
+fields, and details that the report omits, follow three sources: the published checkpoint (moonshotai/Kimi-K3),
+``KimiLinearForCausalLM`` in its modeling_kimi_linear.py, and ``kimi_k3.py`` in mlx-lm 0.32.2.
 """
 
 import dataclasses
@@ -36,9 +36,10 @@ from nnxmoe.moe.experts import Experts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiK3Config(KimiLinearConfig):
-    """Config of Kimi K3's text model. Published files nest it, with the ``model_type`` of Kimi Linear.
+    """Config of Kimi K3's text model. In published files, it is nested and has the ``model_type`` of Kimi Linear.
 
-    Absent fields that select a part have the defaults of Moonshot's class. Other defaults are K3's values.
+    Fields that enable optional parts have the defaults of Moonshot's class. The defaults of other fields are K3's
+    values.
 
     Attributes:
         layer_types: Type of each layer. Defaults to an attention layer after every three recurrent layers, and at the
@@ -47,9 +48,9 @@ class KimiK3Config(KimiLinearConfig):
         activation_situ_linear_beta: Bound of ``up`` in `SiTU`. Null means no bound.
         attn_res_block_size: Number of layers in a block of the attention residuals.
         routed_expert_hidden_size: Width of the routed experts' inputs and outputs. Defaults to ``hidden_size``.
-        latent_moe_use_norm: Whether the sum of the experts' outputs is normalized. Used if
+        latent_moe_use_norm: Whether the weighted sum of the experts' outputs is normalized. Used if
             ``routed_expert_hidden_size`` is set.
-        mla_use_output_gate: Whether attention layers have a gate per output.
+        mla_use_output_gate: Whether attention layers have one output gate per component.
         linear_lower_bound: Lower bound of the log decays in recurrent layers. Null means no bound.
         linear_full_rank_gate: Whether the output gates of recurrent layers have full rank.
     """
@@ -112,8 +113,8 @@ class BlockSumLayer(Layer):
     """A layer whose attention and feed-forward read an `AttentionResidual` and add to the current block.
 
     Args:
-        parts: Positional arguments of `Layer`.
-        residuals: Inputs of attention and feed-forward.
+        *parts: Positional arguments of `Layer`.
+        residuals: Modules that compute the inputs of attention and feed-forward.
         starts_block: Whether the layer is the first of a block.
     """
 
@@ -138,7 +139,8 @@ class KimiK3(KimiLinear):
 
     def layer_type(self, index: int) -> Hashable:
         block, index_in_block = divmod(index, self.config.attn_res_block_size)
-        return super().layer_type(index), None if index_in_block else block  # The first layer of a block is a stack.
+        # The first layer of a block increases the number of finished blocks, so it cannot share a stack.
+        return super().layer_type(index), None if index_in_block else block
 
     def layer(self, index: int, form: type[Layer] = BlockSumLayer, **kw: Any) -> Layer:
         c, options = self.config, ParamOptions(dtype=kw["dtype"], rngs=kw["rngs"])
@@ -207,7 +209,7 @@ _NAMES = {
 
 
 def _moonshot_first(key: str) -> tuple[W, ...]:
-    """Return Kimi Linear's row with the names of Moonshot's files as the names in memory."""
+    """Return Kimi Linear's row. Alternatives to Moonshot's name become `W.files_only`, except in rows of experts."""
     first, *others = options(KIMI_LINEAR.hf, key)
     return (first, *(others if first.per_expert else (w.files_only for w in others)))
 
@@ -216,7 +218,7 @@ _TABLE: Hf = {key: _moonshot_first(key) for key in KIMI_LINEAR.hf} | _NAMES
 
 
 def _padded_rates(config: Any) -> Mapping[str, tuple[W, ...]]:
-    """Return the row of the log rates. Moonshot's files pad the 96 log rates of K3's heads to 128, the head width."""
+    """Return the row of the log rates. Moonshot's files pad K3's log rates from 96 (heads) to 128 (head width)."""
     name, heads, width = W("self_attn.A_log"), config.linear_num_heads, config.linear_head_dim
     return {"layer.attention.a_log": (name, name.rows(0, width, heads)) if width > heads else (name,)}
 

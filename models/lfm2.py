@@ -64,7 +64,7 @@ class Lfm2LikeConfig(DecoderConfig):
 
     @property
     def mixers(self) -> Sequence[str]:
-        """``layer_types``. By default, all layers have attention."""
+        """Type of each layer: ``layer_types``, or attention in all layers."""
         return self.layer_types or (FULL,) * self.num_hidden_layers
 
     @property
@@ -80,7 +80,7 @@ class Lfm2Config(Lfm2LikeConfig):
     Attributes:
         block_auto_adjust_ff_dim: Whether the width of a feed-forward is two thirds of ``intermediate_size``, multiplied
             by ``block_ffn_dim_multiplier`` and rounded up to a multiple of ``block_multiple_of``.
-        full_attn_idxs: Indices of the layers with attention. Used if ``layer_types`` is null.
+        full_attn_idxs: Indices of the layers with attention. Used if ``layer_types`` is null. Null means all layers.
     """
 
     model_type = "lfm2"
@@ -118,10 +118,10 @@ class Lfm2MoeConfig(Lfm2LikeConfig):
 
     Attributes:
         moe_intermediate_size: Width of an expert.
-        num_dense_layers: Number of dense layers at the start.
+        num_dense_layers: Number of dense layers before the layers with experts.
         use_expert_bias: Whether the router has a correction bias.
         norm_topk_prob: Whether to normalize the weights of the selected experts to sum to 1.
-        routed_scaling_factor: Factor by which the weights of the selected experts are multiplied.
+        routed_scaling_factor: Factor of the weights of the selected experts.
     """
 
     model_type = "lfm2_moe"

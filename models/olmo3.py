@@ -1,6 +1,7 @@
 """OLMo 3 (Ai2, 2025): norms after attention and feed-forward instead of before, and windows in three of four layers.
 
-Attention normalizes all heads of a token together, as in OLMoE. Only full-attention layers scale the rotary embedding.
+Attention normalizes all heads of a token together, as in OLMoE. Only full-attention layers may have a scaled rotary
+embedding.
 """
 
 import dataclasses

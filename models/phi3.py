@@ -26,14 +26,14 @@ class Phi3Config(PartialRotaryConfig):
     """Config of Phi-3 and Phi-4.
 
     A query attends to the last ``sliding_window`` keys, including its own, or to all keys if the field is null.
-    ``original_max_position_embeddings`` is the length beyond which LongRoPE uses ``long_factor``.
+    LongRoPE uses ``long_factor`` for lengths above ``original_max_position_embeddings``.
     """
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     scale_in_queries = False
     mlp_bias = False
-    # Fields of the published code with their only values in Phi-4.
+    # Fields that only the published code reads, with their values in Phi-4.
     fixed = {
         "attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,),
         "interpolate_factor": (1,),

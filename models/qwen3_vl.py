@@ -1,8 +1,8 @@
 """Text models of Qwen3-VL (Bai et al. 2025) and Qwen3-Omni (Xu et al. 2025): Qwen3 with a longer context.
 
-The rotary embedding has three dimensions. Text has equal positions in all three, so the embedding equals Qwen3's. Saved
-models have the model_type ``qwen3`` or ``qwen3_moe``. Qwen3-Omni's text model belongs to its thinker. The talker, which
-generates speech, is not loaded.
+A position has three components. They are equal for text, so the rotary embedding equals Qwen3's. Saved models have the
+model_type ``qwen3`` or ``qwen3_moe``. Qwen3-Omni's text model is part of its thinker. The talker generates speech and
+is not loaded.
 """
 
 import dataclasses

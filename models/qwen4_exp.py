@@ -1,9 +1,13 @@
 """The text model of Qwen3.8-Flash-Next (Qwen team, 2026), a preview of Qwen4.
 
-Based on the implementation in transformers. The layers are as in Qwen3.5-MoE, with three additions. Attention layers
-attend to pools of keys that an indexer selects. There are several gated residual streams. Some recurrent layers add the
-embeddings of token n-grams to the streams. The multi-token prediction layer is loaded only with ``mtp=True``. It
-follows ``Qwen4ExpMultiTokenPredictor`` in vLLM, because transformers does not implement it.
+The implementation follows transformers. The layers are Qwen3.5-MoE's with three additions:
+
+- In attention layers, an indexer selects the pools of keys that a query attends to.
+- The model has several gated residual streams.
+- Some recurrent layers add the embeddings of token n-grams to the streams.
+
+The multi-token prediction layer is loaded only with ``mtp=True``. It follows ``Qwen4ExpMultiTokenPredictor`` in vLLM,
+because transformers does not implement it.
 """
 
 import dataclasses
@@ -41,26 +45,26 @@ class Qwen4ExpTextConfig(Qwen3_5MoeTextConfig):
     Attributes:
         output_gate_type: Activation of the gates in recurrent layers. Defaults to SiLU.
         hc_count: Number of residual streams.
-        hc_lowrank: Rank of the projections that mix the streams.
+        hc_lowrank: Rank of the projections that compute the weights of the streams.
         indexer_n_heads: Number of queries per token in an indexer.
         indexer_head_dim: Width of queries and keys in an indexer.
         indexer_budget: Number of selected keys per query, a multiple of ``indexer_compress_ratio``.
         indexer_compress_ratio: Number of keys per pool.
-        ple_layer_ids: Indices, starting at 1, of the recurrent layers with n-gram embeddings.
+        ple_layer_ids: Layers with n-gram embeddings, numbered from 1. These layers must be recurrent.
         ple_embed_dim: Total width of a token's n-gram embeddings. Defaults to ``hidden_size``.
         ple_conv_kernel_size: Number of taps of the convolution over n-gram embeddings.
         ngram_size: Number of tokens of the longest n-gram.
         heads_per_ngram: Number of hash functions per n-gram length.
         ngram_vocab_size_base: Lower bound of the number of rows per hash function.
-        make_ngram_vocab_size_divisible_by: Divisor of the number of rows of an n-gram table.
+        make_ngram_vocab_size_divisible_by: The rows of an n-gram table are padded to a multiple of this number.
         seed: Seed of the hash functions.
-        split_ngram_parts: Number of tensors in which saved checkpoints store an n-gram table.
+        split_ngram_parts: Maximum number of tensors per n-gram table in saved checkpoints.
     """
 
     model_type = "qwen4_exp_text"
     architecture = "Qwen4ExpForCausalLM"
     default_rotary_factor = 1.0
-    ignored = "mtp"  # describes the prediction layer, which has an indexer
+    ignored = "mtp"  # Describes the prediction layer. This layer always has an indexer.
     fixed = {"indexer_kv_heads": (1, None)}
 
     num_experts: int = count(512, most=4096)
@@ -130,7 +134,7 @@ class Qwen4ExpTextConfig(Qwen3_5MoeTextConfig):
 
 
 class Qwen4ExpMTP(StreamedMTP):
-    """The prediction layer of Qwen3.8-Flash-Next, which normalizes all streams of a state together."""
+    """The prediction layer of Qwen3.8-Flash-Next. It normalizes all streams of a state together."""
 
     def __init__(self, model: Any, layer: Layer, **kw: Unpack[ParamOptions]):
         super().__init__(model, layer, **kw)
@@ -213,7 +217,7 @@ _HF: Hf = {
 
 
 def _rows_of_config(config: Qwen4ExpTextConfig) -> Table:
-    """Return the rows that depend on the numbers of indexer heads and of tensors per n-gram table."""
+    """Return the rows that depend on the number of indexer heads and the number of tensors per n-gram table."""
     heads, projection = config.indexer_n_heads or 1, W("self_attn.indexer.index_qk_proj.weight")
     return {
         "layer.attention.indexer.q.kernel": projection.rows(0, heads + 1, heads),

@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 # model_type -> family passed to `register`. Registered families override families of this folder.
 REGISTERED: dict[str, Family] = {}
 TEXT_OF = {"step3p7": "step3p5"}  # Multimodal model_type -> model_type of its text model, if not `…_text`.
-# (model_type, hidden_act) of files whose model_type is also the type of a different family -> their family.
+# (model_type, hidden_act) -> model_type of the family, for files with the model_type of a different family.
 TYPE_OF_ACTIVATION = {("kimi_linear", "situ"): "kimi_k3"}
 # Supported model_type -> the most similar unsupported families.
 RELATIVES = {
@@ -107,7 +107,7 @@ def _classes(model_type: str) -> tuple[type[DecoderConfig], type[CausalLM]]:
 
 @functools.cache
 def _published() -> dict[str, dict[str, Any]]:
-    """Return the contents of presets.json: by preset, ``model_type``, ``config``, and maybe ``hub_id`` and ``note``."""
+    """Return presets.json: preset -> ``model_type``, ``config``, and optionally ``hub_id`` and ``note``."""
     return json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 
 

@@ -19,7 +19,8 @@ class SmolLM3Config(OptionalWindowsConfig):
     """Config of SmolLM3. If ``layer_types`` is null, windows apply to the layers without rotation.
 
     Attributes:
-        no_rope_layers: Per layer 1 if the layer rotates queries and keys, 0 if not. Further entries have no effect.
+        no_rope_layers: 1 for each layer with rotation, 0 for each layer without. Entries beyond the number of layers
+            have no effect.
         no_rope_layer_interval: Interval between layers without rotation. Used if ``no_rope_layers`` is null.
         attention_bias: Whether q, k, v and o have biases.
         mlp_bias: Whether gate, up and down have biases.

@@ -1,7 +1,7 @@
-"""The page of the site that lists which decoder types of transformers load, and why the other types do not.
+"""Rows of the site's page that lists which decoder types of transformers load, and why the other types do not.
 
-The types are those of ``AutoModelForCausalLM`` (``decoders`` in ``tests/data/declared_fields.json``, written by
-``python -m tests.support.declared``). `REASONS` has the reason for each type that does not load.
+The types are the model types of ``AutoModelForCausalLM``. ``python -m tests.support.declared`` writes them to
+``decoders`` in ``tests/data/declared_fields.json``. `REASONS` has the reason for each type that does not load.
 """
 
 import json
@@ -70,7 +70,7 @@ def _stored() -> dict[str, Any]:
 
 
 def version() -> str:
-    """Return the release of transformers that has these types."""
+    """Return the version of transformers that defines these types."""
     return _stored()["transformers"]
 
 

@@ -1,8 +1,8 @@
 """Generated pages of the documentation site.
 
 - ``index.md`` and ``guides/``: the READMEs
-- ``families/``: one page per model family, from its configs, presets and table of weight names, and the table of
-  transformers' decoder types
+- ``families/``: one page per model family, from its configs, presets and table of weight names, and one page with the
+  decoder types of transformers
 - ``reference/``: the public names, for autosummary
 - ``llms.txt`` and a Markdown file beside every page
 """

@@ -11,7 +11,7 @@ from nnxmoe.model.causal_lm import CausalLM
 
 
 class GemmaModel(CausalLM):
-    """A decoder with embeddings scaled by ``sqrt(D)`` and, with ``final_logit_softcapping``, capped logits."""
+    """A decoder with embeddings scaled by ``sqrt(D)``. If ``final_logit_softcapping`` is set, the logits are capped."""
 
     def __init__(self, config: DecoderConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)

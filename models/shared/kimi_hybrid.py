@@ -139,7 +139,7 @@ class KimiHybrid(CausalLM):
 
         Args:
             decays: Function that computes the decays.
-            ranks: Argument of `KimiProjection`.
+            ranks: Ranks of the projections ``f`` and ``g`` of `KimiProjection`.
             rates: Argument ``rate_shape`` of `KimiDelta`.
         """
         c, heads = self.config, self.config.delta_heads

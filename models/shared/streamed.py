@@ -25,7 +25,7 @@ class Streamed(Layer):
     """A layer whose attention and feed-forward read from several residual streams and add to the streams.
 
     Args:
-        parts: Positional arguments of `Layer`.
+        *parts: Positional arguments of `Layer`.
         connections: Connections of attention and feed-forward to the streams.
     """
 
@@ -49,7 +49,7 @@ class Streamed(Layer):
 
 
 class NGramStreamed(Streamed):
-    """A `Streamed` layer that first adds the n-gram embeddings of an `NGramBranch` to the streams."""
+    """A `Streamed` layer that first adds the outputs of an `NGramBranch` to the streams."""
 
     def __init__(self, *parts: Any, ngram: NGramBranch, **options: Any):
         super().__init__(*parts, **options)

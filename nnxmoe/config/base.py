@@ -271,7 +271,7 @@ class DecoderConfig(KnownFields):
 
     @property
     def constants(self) -> Mapping[str, Sequence[int]]:
-        """Int64 vectors that checkpoints contain, but that the config determines, by tensor name."""
+        """Int64 vectors in checkpoints whose values follow from the config, by tensor name."""
         return {}
 
     @property

@@ -99,7 +99,7 @@ def number(default: float | None, *, above: float, most: float) -> Any:
 
 
 def flag(default: bool) -> Any:
-    """Declare a boolean config field, in place of an overridden field with other bounds."""
+    """Declare a boolean config field that overrides a field with different bounds in a base class."""
     return dataclasses.field(default=default, metadata={"check": _flag})
 
 

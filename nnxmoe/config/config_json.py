@@ -66,10 +66,11 @@ _TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_tok
 
 
 def text_fields(fields: Any) -> Any:
-    """Return the fields of the text model that a multimodal config.json nests in ``text_config``.
+    """Return the fields of the text model from a multimodal config.json.
 
-    Qwen3-Omni nests the text model twice: in ``text_config`` of ``thinker_config``. Returns the fields unchanged if
-    there is no nested text model. ``tie_word_embeddings`` is true if it is true in either config, as in transformers.
+    The text model is nested in ``text_config``, and in Qwen3-Omni in ``text_config`` of ``thinker_config``. Returns the
+    fields unchanged if there is no nested text model. ``tie_word_embeddings`` is true if any of the
+    nested configs sets it, as in transformers.
     """
     configs = (fields.get(name) for name in _NESTED) if isinstance(fields, Mapping) else ()
     nested = next((config for config in configs if isinstance(config, Mapping)), None)

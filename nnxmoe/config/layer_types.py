@@ -76,7 +76,7 @@ class OptionalWindowsConfig(LayerWindowsConfig):
 class PatternWindowsConfig(LayerWindowsConfig):
     """Config with ``sliding_window_pattern``, the interval between full-attention layers.
 
-    The field is used if ``layer_types`` is null. If ``sliding_window`` is null, all layers are full attention.
+    The field is used if ``layer_types`` is null. If ``sliding_window`` is null, all layers have full attention.
     """
 
     sliding_window_pattern: int | str | None = 4
@@ -95,7 +95,7 @@ class PatternWindowsConfig(LayerWindowsConfig):
 
 
 def interleaved_types(num_layers: int, interval: int | None) -> list[str]:
-    """Return the layer types if every ``interval``-th layer is full attention. None means all layers."""
+    """Return the layer types if every ``interval``-th layer has full attention. None stands for all layers."""
     return [SLIDING if interval and (i + 1) % interval else FULL for i in range(num_layers)]
 
 
@@ -158,7 +158,7 @@ class ScaledFullRopeConfig(LayerRopesConfig):
     """Config whose full-attention layers may scale their rotary embedding.
 
     Files have either ``rope_parameters`` per layer type, or ``rope_theta`` and ``rope_scaling`` of the full-attention
-    layers. Sliding-window layers without a rope object have the plain embedding with `sliding_theta`.
+    layers. Sliding-window layers without a rope object use an unscaled embedding with `sliding_theta`.
     """
 
     default_ropes = FrozenDict({FULL: {}, SLIDING: {}})

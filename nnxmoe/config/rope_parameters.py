@@ -1,7 +1,8 @@
 """Frequencies of rotary position embeddings (Su et al. 2021) and long-context variants, from config fields.
 
 Supports the fields of transformers 4 and 5. Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers),
-YaRN (Peng et al. 2023, with DeepSeek's mscale). `nnxmoe.layers.rope` applies the frequencies.
+YaRN (Peng et al. 2023, with DeepSeek's mscale), LongRoPE (Ding et al. 2024). `nnxmoe.layers.rope` applies the
+frequencies.
 """
 
 import dataclasses

@@ -184,9 +184,9 @@ def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
 
 
 def cache_capacity(model: CausalLM, tokens: int, smallest: int) -> int:
-    """Round ``tokens`` up to one of a few cache sizes, because each size needs a separate compilation.
+    """Round ``tokens`` up to one of a few cache capacities, because each capacity needs a separate compilation.
 
-    Never rounds past the length beyond which the rotary frequencies change.
+    Rounding does not exceed the length beyond which the rotary frequencies change.
     """
     size, max_positions = bucket_size(tokens, smallest), model.fixed_positions
     return size if max_positions is None else min(size, max(tokens, max_positions))

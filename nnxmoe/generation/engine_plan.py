@@ -181,7 +181,7 @@ def _check_rotary_capacity(model: CausalLM, capacity: int) -> None:
 
 
 def _check_lookahead(model: CausalLM, capacity: int, lookahead: int) -> None:
-    """Raise ValueError if only the draft's tokens exceed the capacity that selects a model's rotary frequencies."""
+    """Raise ValueError if the draft tokens extend the cache beyond the capacity at which the frequencies change."""
     length = model.fixed_positions
     if model.coupled_positions is None and length is not None and capacity <= length < capacity + lookahead:
         raise ValueError(

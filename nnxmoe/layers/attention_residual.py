@@ -1,6 +1,6 @@
-"""Attention residuals (Kimi team 2026): a module's input is a weighted sum of the outputs of earlier blocks of layers.
+"""Attention residuals (Kimi team 2026): a module's input is a weighted sum over blocks of earlier layers.
 
-The weights are computed per token, as in attention over depth with one query vector per module.
+The weights are computed per token by attention over the blocks. Each module has one query vector for all tokens.
 """
 
 from typing import NamedTuple, Unpack
@@ -21,8 +21,8 @@ class BlockSums(NamedTuple):
     """Hidden states of a decoder with attention residuals.
 
     Attributes:
-        finished: The embedding, followed by the sum of the outputs of each finished block.
-        current: Sum of the outputs of the current block. Before the first layer, the embedding.
+        finished: The embedding, then the sum of the module outputs of each finished block. Empty at first.
+        current: Sum of the module outputs of the current block so far. Before the first layer, the embedding.
     """
 
     finished: Float[Array, "B T blocks D"]
@@ -46,8 +46,9 @@ class BlockSums(NamedTuple):
 
 
 class AttentionResidual(nnx.Module):
-    """Sum of the blocks with the weights ``softmax(query @ norm(block))``, computed in float32 per token.
+    """Weighted sum of the `BlockSums`.
 
+    The weights ``softmax(query @ norm(sums))`` are computed in float32 per token.
     Source: Kimi K3 technical report (arXiv 2607.24653), equations 8 to 10.
 
     Args:

@@ -150,7 +150,11 @@ class Context:
         return rotate(x, rotation)
 
     def rotation_at(self, rope: Rope, positions: Int[Array, "B P"]) -> Rotation:
-        """Return a rotation whose last P tokens are at ``positions`` of this pass or earlier."""
+        """Compute the rotation of P keys at ``positions`` of this pass or earlier, with the frequencies of this pass.
+
+        The P keys follow the tokens of this pass in the rotation, because the length of the pass may select the
+        frequencies. A `RotateFn` uses the last P tokens.
+        """
         assert self.positions is not None
         own_positions = self.positions if self.valid is None else jnp.where(self.valid, self.positions, 0)
         own_positions = jnp.broadcast_to(own_positions, (len(positions), own_positions.shape[-1]))

@@ -1,6 +1,6 @@
 """Multiple residual streams: manifold-constrained hyper-connections (Xie et al. 2026; DeepSeek-V4, 2026).
 
-`GatedConnection` is the variant with gated streams (Qwen3.8-Flash-Next, 2026).
+`IndependentConnection` (Hy4, 2026) and `GatedConnection` (Qwen3.8-Flash-Next, 2026) do not mix the streams.
 """
 
 from typing import Any, NamedTuple, Unpack
@@ -25,7 +25,7 @@ class Connection(NamedTuple):
         x: Input of the module: a weighted sum of the streams.
         post: Scale factor for the output, per stream.
         mix: Mixing matrix. ``mix[..., i, o]`` is the weight of stream i in the new stream o. Rows and columns sum to 1.
-            ``None`` keeps the streams unchanged.
+            ``None`` if the streams are not mixed.
     """
 
     x: Float[Array, "B T D"]
@@ -154,7 +154,7 @@ class MeanNorm(RMSNorm):
 
 
 class CollapsedNorm(RMSNorm):
-    """Final norm of a model, applied to a weighted sum of the streams. Weights are computed per token."""
+    """Final norm of a model, applied to a weighted sum of the streams. `StreamWeights` computes weights per token."""
 
     def __init__(self, dim: int, streams: int, *, eps: float, norm_eps: float, **kw: Unpack[ParamOptions]):
         super().__init__(dim, norm_eps, **kw)
@@ -178,7 +178,7 @@ class StreamNorm(OffsetNorm):
 
 
 class StreamMixer(StreamNorm):
-    """Weighted mean of the normalized streams, with a low-rank projection to a weight per component.
+    """Weighted mean of the normalized streams. A low-rank projection computes one weight per component.
 
     Computes ``mean_n(sigmoid(up(silu(down(s) / N)))_n * s_n)`` for the N normalized streams s. It is the final norm of
     Qwen3.8-Flash-Next. Source: ``Qwen4ExpTextGatedResidual`` in transformers 5.24.
@@ -208,8 +208,8 @@ class StreamMixer(StreamNorm):
 class GatedConnection(StreamMixer):
     """Connection of an attention or feed-forward module to streams that are not mixed (Qwen3.8-Flash-Next, 2026).
 
-    The input of the module is the output of `StreamMixer`. The factors of the module's output are
-    ``2 sigmoid(inject(s) / N)`` for the N normalized streams s. The arguments are the arguments of `StreamMixer`.
+    The input of the module is the output of `StreamMixer`. The factors of the module's output, one per stream, are
+    ``2 sigmoid(inject(s) / N)`` for the N normalized streams s. See `StreamMixer` for the arguments.
     """
 
     def __init__(self, dim: int, streams: int, rank: int, eps: float, **kw: Unpack[ParamOptions]):

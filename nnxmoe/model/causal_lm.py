@@ -489,7 +489,7 @@ class CausalLM(nnx.Module):
 
     @property
     def coupled_positions(self) -> int | None:
-        """Number of positions beyond which the longest row affects the frequencies of all rows, also with a cache.
+        """Number of positions beyond which the longest row affects the frequencies of all rows, even with a cache.
 
         None if the model has no `DynamicRope`.
         """

@@ -118,7 +118,8 @@ class Family:
         hf_root: Prefix of tensor names in saved checkpoints, in place of ``model.``.
         maxtext: Names in MaxText.
         mtp_prefixes: Two prefixes of tensors in prediction layers. The first is for tensors that only prediction layers
-            have, the second for all other tensors. If empty, prediction layers are numbered after the main layers.
+            have, the second for all other tensors. ``{}`` is the index of the prediction layer. If empty, prediction
+            layers are numbered after the main layers.
         peft_excluded: Projections without adapters in PEFT.
         presets: Name -> config of a published checkpoint.
         hub_ids: Name of a preset -> its checkpoint on the Hugging Face Hub.

@@ -210,7 +210,7 @@ class SingleLayer(Layer):
 
 
 class PostNormLayer(Layer):
-    """A layer with norms of the outputs only: ``x + norm(attention(x))``, then ``x + norm(feed_forward(x))``.
+    """A layer that normalizes outputs, not inputs: ``x + norm(attention(x))``, then ``x + norm(feed_forward(x))``.
 
     Source: OLMo 2 (Walsh et al. 2025).
     """

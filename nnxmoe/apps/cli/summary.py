@@ -170,7 +170,7 @@ def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tu
 
 
 def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
-    """Return the fraction of a parameter that one token uses. It uses few rows of an n-gram table."""
+    """Return the fraction of a parameter that one token uses. 0 for n-gram tables, because a token reads few rows."""
     if parameter.key == "layer.ngram.embed.table":
         return 0.0
     return config.experts_per_token / parameter.experts if parameter.experts else 1.0

@@ -1,6 +1,7 @@
-"""Join the tensors that store consecutive rows of one table during loading, and split the table during saving.
+"""Join sharded tensors on loading, and split them on saving.
 
-Only this module handles tensors such as ``ngram_embedding.shard_0.weight`` (Qwen3.8-Flash-Next).
+A sharded tensor is stored as several tensors of consecutive rows, such as ``ngram_embedding.shard_0.weight``
+(Qwen3.8-Flash-Next). Only this module handles such tensors.
 """
 
 import itertools
@@ -18,7 +19,7 @@ _SHARD = re.compile(r"(.+)\.shard_([0-9]{1,9})(\.[^.]+)")
 
 
 def join_shards(table: Table, arrays: LazyArrays) -> LazyArrays:
-    """Replace the shards of each sharded tensor of the table with one array that contains the rows of all shards."""
+    """Replace the shards of each tensor that is `W.sharded` in the name table with one array of all their rows."""
     sharded_names = {w.name for key in table for w in options(table, key) if w.shards}
     shards: dict[str, dict[int, str]] = {}
     for match in filter(None, map(_SHARD.fullmatch, arrays if sharded_names else ())):
@@ -30,7 +31,7 @@ def join_shards(table: Table, arrays: LazyArrays) -> LazyArrays:
 
 
 def _concatenate(name: str, shards: list[str], arrays: LazyArrays) -> LazyArray:
-    """Concatenate the rows of tensors. The result has a ``fault`` if a shard is missing or malformed."""
+    """Concatenate the rows of shards lazily. The result has a ``fault`` if a shard is missing or malformed."""
     parts, (stem, _, ending) = [arrays[shard] for shard in shards], name.rpartition(".")
     for i, (shard, part) in enumerate(zip(shards, parts, strict=True)):
         fault = part.fault
@@ -52,7 +53,7 @@ def _concatenate(name: str, shards: list[str], arrays: LazyArrays) -> LazyArray:
 
 
 def split_shards(table: Table, keys: Mapping[str, str], tensors: LazyArrays) -> dict[str, LazyArray]:
-    """Replace each sharded tensor with its shards, which have equal numbers of rows except the last (``torch.chunk``).
+    """Split each sharded tensor into shards of equally many rows. The last shard may be smaller, as in ``torch.chunk``.
 
     Args:
         table: Parameter key -> tensor name.

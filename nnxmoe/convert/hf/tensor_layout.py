@@ -132,7 +132,7 @@ def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
 
 
 def constant_tensors(model: CausalLM) -> dict[str, LazyArray]:
-    """Return the tensors that the reference implementation stores beside parameters: empty tensors and constants."""
+    """Return the tensors without parameters that the reference implementation stores: empty tensors and constants."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
     constants = {name: np.array(values, np.int64) for name, values in model.config.constants.items()}
     tensors = {name: LazyArray.from_array(array) for name, array in constants.items()}

@@ -24,8 +24,8 @@ class PooledIndexer(Indexer):
     """`Indexer` that selects pools of ``pool`` consecutive keys, starting at the first token of each segment.
 
     A pool's key is the weighted mean of the keys in the pool. The weights are a softmax of ``gate(x) + place`` over the
-    tokens of the pool, separately for each component. If the query's own pool is incomplete, the query also attends to
-    the tokens of this pool up to the query. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
+    tokens of the pool, separately for each component. If the query is not the last token of its pool, it also attends
+    to the tokens of this pool up to itself. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
 
     Args:
         dim, q_rank, heads, head_dim: See `Indexer`.
@@ -74,12 +74,12 @@ class PooledIndexer(Indexer):
 
 
 class MeanPoolIndexer(BlockIndexer):
-    """`BlockIndexer` in which all heads attend to the blocks with the best mean keys (Qwen3.8-Flash-Next, 2026).
+    """`BlockIndexer` that selects the same blocks for all heads, by mean keys (Qwen3.8-Flash-Next, 2026).
 
-    A block's key is the mean of its keys, normalized, and rotated by the position of the block's first token. The score
-    of a block is the sum of ``relu(q · key)`` over the queries of a token. Only complete blocks are selected. A query
-    also attends to the tokens up to the query in its own block if this block is incomplete. Source:
-    ``Qwen4ExpTextQSAIndexer`` in transformers 5.24.
+    The key of a block is the mean of its token keys. The mean is normalized, and rotated by the position of the block's
+    first token. The score of a block is the sum of ``relu(q · key)`` over the queries of a token. Only complete blocks
+    are selected. If the query is not the last token of its block, it also attends to the tokens of this block up to
+    itself. `select_pools` treats the blocks as pools. Source: ``Qwen4ExpTextQSAIndexer`` in transformers 5.24.
     """
 
     @property
@@ -91,7 +91,7 @@ class MeanPoolIndexer(BlockIndexer):
         return super().topk + self.blocks.size - 1
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T H"], Int[Array, "B T 1"]]:
-        """Compute the key of each token before norm and rotation, with the token's position."""
+        """Compute the key of each token before norm and rotation, and the position of each token."""
         assert context.positions is not None
         return self.k(x), jnp.broadcast_to(context.positions, x.shape[:2])[..., None]
 
@@ -129,12 +129,12 @@ def select_pools(
     pool: int,
     count: int,
 ) -> SelectedSlots:
-    """Select the ``count`` pools with the highest weighted scores; see `select_keys`.
+    """Select the ``count`` pools with the highest scores of `select_keys`, and each query's own incomplete pool.
 
     Args:
         q: Queries.
         weights: Weight of each query.
-        pool_keys: Function that computes the keys of pools from the slots of their tokens.
+        pool_keys: Function that computes the key of each pool from the slots of its tokens.
         mask: Mask of the queries and all slots.
         size: Number of slots.
         pool: Number of tokens per pool.
@@ -163,7 +163,7 @@ def select_pools(
 def _own_pool(
     index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"], pool: int
 ) -> SelectedSlots:
-    """Return the slots of each query's incomplete pool up to the query, or `NO_SLOT` if the pool is complete."""
+    """Return the slots of each query's pool up to the query, or `NO_SLOT` if the query is the pool's last token."""
     distance = jnp.arange(pool - 1)
     count = (gather_tokens(offset, jnp.maximum(index, 0)) + 1) % pool
     slots = gather_tokens(order, jnp.maximum(index[..., None] - distance, 0))

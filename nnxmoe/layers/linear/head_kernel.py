@@ -14,7 +14,8 @@ from nnxmoe.layers.linear.kernel import Kernel
 class HeadKernel(Kernel):
     """Base class for kernels of output heads that transform the logits ``x @ base``.
 
-    Supports products in float32 only. There is no dense form. Subclasses define ``transform`` and ``output_grad``.
+    The only supported product is `matmul_f32`. There is no dense form. Subclasses define ``transform`` and
+    ``output_grad``.
     """
 
     base: Kernel

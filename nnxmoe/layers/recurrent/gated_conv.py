@@ -1,4 +1,4 @@
-"""Gated short convolution (LFM2; Liquid AI, 2025), a layer whose state is the last few inputs of the convolution."""
+"""Gated short convolution (LFM2; Liquid AI, 2025). Its recurrent state is the last few inputs of the convolution."""
 
 from typing import Any, ClassVar, Unpack
 

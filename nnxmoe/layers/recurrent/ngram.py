@@ -21,23 +21,24 @@ from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.recurrent.conv import ShortConv, recent_tokens
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
-MASK64, GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
-MIN_SCORE = 1e-6
-NO_TOKEN = 0  # Marks the start of a row in the cache, which stores token ids plus 1.
+MASK64, GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15  # Modulus - 1 and increment of the states of SplitMix64.
+MIN_SCORE = 1e-6  # Lower bound of the magnitude of scores. The gradient of the square root is infinite at 0.
+NO_TOKEN = 0  # Marks positions before the start of a row in the cache. The cache stores token ids plus 1.
 
 
 @dataclasses.dataclass(frozen=True)
 class NGramHash:
-    """Hash functions that map the n-grams that end at a token to rows of a table.
+    """Hash functions that map the n-grams ending at each token to rows of a table.
 
     Each n-gram length from 2 to ``len(multipliers)`` has the same number of functions. A function maps the tokens
-    ``t_0, t_1, …``, latest first, to the row ``(t_0 m_0 xor t_1 m_1 xor …) mod prime``. The rows of a function follow
-    the rows of the previous function.
+    ``t_0, t_1, …``, latest first, to the row ``(t_0 m_0 xor t_1 m_1 xor …) mod prime``. In the table, the rows of a
+    function follow the rows of the previous function.
 
     Attributes:
         multipliers: One integer per token of the longest n-gram. Products with token ids are below ``2**63``.
         primes: Number of rows of each function, below ``2**31``.
-        eos: Id of the end-of-sequence token. This token replaces the tokens before it and before the row or segment.
+        eos: Id of the end-of-sequence token. In an n-gram, it also replaces the tokens before an earlier
+            end-of-sequence token, and the tokens before the start of the row or segment.
     """
 
     multipliers: tuple[int, ...]
@@ -46,7 +47,7 @@ class NGramHash:
 
     @classmethod
     def from_seed(cls, seed: int, *, layer: int, length: int, heads: int, min_rows: int, vocab: int, eos: int) -> Self:
-        """Derive the constants of Qwen3.8-Flash-Next (``Qwen4ExpTextNGramEmbedding`` in transformers 5.24).
+        """Derive the hash functions of Qwen3.8-Flash-Next (``Qwen4ExpTextNGramEmbedding`` in transformers 5.24).
 
         Args:
             seed: Seed of the multipliers.
@@ -68,7 +69,7 @@ class NGramHash:
         return tuple(itertools.accumulate(self.primes[:-1], initial=0))
 
     def rows(self, tokens: Sequence[Int[Array, "B T"]]) -> Int[Array, "B T functions"]:
-        """Return the row of each function. ``tokens[i]`` is the i-th token before each token."""
+        """Return the row of each function per token. ``tokens[i]`` has the token ``i`` positions before each token."""
         high, low = _multiply(tokens[0], self.multipliers[0])
         remainders, heads = [], len(self.primes) // (len(tokens) - 1)
         for i, (token, multiplier) in enumerate(zip(tokens[1:], self.multipliers[1:], strict=True)):
@@ -97,7 +98,7 @@ Words = UInt32[Array, "B T"]
 
 
 def _multiply(token: Int[Array, "B T"], factor: int) -> tuple[Words, Words]:
-    """Return the upper and lower 32 bits of ``token * factor``, because JAX has no 64-bit integers by default."""
+    """Return the upper and lower 32 bits of ``token * factor``. JAX has no 64-bit integers by default."""
     high, low = map(np.uint32, divmod(factor, 2**32))
     token = token.astype(jnp.uint32)
     (token_high, token_low), (low_high, low_low) = ((a >> 16, a & 0xFFFF) for a in (token, low))
@@ -108,7 +109,7 @@ def _multiply(token: Int[Array, "B T"], factor: int) -> tuple[Words, Words]:
 
 
 def _remainder(high: Words, low: Words, divisors: tuple[int, ...]) -> UInt32[Array, "B T N"]:
-    """Return ``(2**32 * high + low) % divisor`` for each divisor, by long division with few bits per step."""
+    """Return ``(2**32 * high + low) % divisor`` for each divisor, by long division without overflow of 32 bits."""
     divisor, bits, start = np.array(divisors, np.uint32), 32 - max(divisors).bit_length(), 32
     remainder = high[..., None] % divisor
     while start:
@@ -120,10 +121,10 @@ def _remainder(high: Words, low: Words, divisors: tuple[int, ...]) -> UInt32[Arr
 
 
 class NGramBranch(nnx.Module):
-    """Residual branch that adds the embeddings of the n-grams that end at a token to all residual streams.
+    """Compute what each residual stream adds for the n-grams ending at each token.
 
-    The embeddings e of all hash functions are concatenated. Each stream s adds ``g v + conv(norm(g v))`` with the value
-    ``v = value(e)``, the gate ``g = sigmoid(sqrt(|a|) sign(a))`` and the score
+    The embeddings e of all hash functions are concatenated. The update of a stream s is ``g v + conv(conv_norm(g v))``,
+    with the value ``v = value(e)``, the gate ``g = sigmoid(sqrt(|a|) sign(a))`` and the score
     ``a = key_norm(key(e)) · query_norm(s) / sqrt(D)``. The dilation of the convolution is the length of the longest
     n-gram. The state of a row consists of the most recent token ids and inputs of the convolution. Source:
     ``Qwen4ExpTextPLELayer`` in transformers 5.24.
@@ -183,7 +184,10 @@ class NGramBranch(nnx.Module):
         return tokens.unsort(values + conv.reshape(x.shape)), cache
 
     def _previous_tokens(self, ids: Int[Array, "B _"], tokens: OrderedTokens) -> list[Int[Array, "B T"]]:
-        """Return each token and its previous tokens, latest first, from ids plus 1 that start with the window."""
+        """Return the token 0, 1, … positions before each token, or ``eos`` if the token is out of reach.
+
+        ``ids`` are the ids of the window and the tokens, plus 1.
+        """
         eos, count = self.ngrams.eos, len(self.ngrams.multipliers) - 1
         segment = None if tokens.segment is None else jnp.pad(tokens.segment, ((0, 0), (count, 0)))
         previous, in_reach = [ids[:, count:] - 1], jnp.bool_(True)
