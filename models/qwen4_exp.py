@@ -123,15 +123,6 @@ class Qwen4ExpTextConfig(Qwen3_5MoeTextConfig):
             for i, layer_id in enumerate(sorted(set(self.ple_layer_ids or ())))
         }
 
-    @property
-    def constants(self) -> Mapping[str, Sequence[int]]:
-        names = "layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"
-        return {
-            f"{LAYERS}.{layer}.ple.ple_embedding.{name}": values
-            for layer, ngrams in self.ngram_hashes.items()
-            for name, values in zip(names, (ngrams.multipliers, ngrams.primes, ngrams.offsets), strict=True)
-        }
-
 
 class Qwen4ExpMTP(StreamedMTP):
     """The prediction layer of Qwen3.8-Flash-Next. It normalizes all streams of a state together."""
@@ -226,10 +217,21 @@ def _rows_of_config(config: Qwen4ExpTextConfig) -> Table:
     }
 
 
+def _hash_constants(config: Qwen4ExpTextConfig) -> Mapping[str, Sequence[int]]:
+    """Return the stored numbers of the hash functions, by tensor name."""
+    names = "layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"
+    return {
+        f"{LAYERS}.{layer}.ple.ple_embedding.{name}": values
+        for layer, ngrams in config.ngram_hashes.items()
+        for name, values in zip(names, (ngrams.multipliers, ngrams.primes, ngrams.offsets), strict=True)
+    }
+
+
 FAMILY = Family(
     model=Qwen4ExpText,
     hf=_HF,
     hf_of_config=_rows_of_config,
+    constants=_hash_constants,
     mtp_prefixes=QWEN3_5_MOE_TEXT.mtp_prefixes,
     # transformers stores these projections as parts of one linear layer.
     peft_excluded=("attention.indexer.q", "attention.indexer.k"),

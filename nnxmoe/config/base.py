@@ -270,11 +270,6 @@ class DecoderConfig(KnownFields):
         return {}
 
     @property
-    def constants(self) -> Mapping[str, Sequence[int]]:
-        """Int64 vectors in checkpoints whose values follow from the config, by tensor name."""
-        return {}
-
-    @property
     def unused_tensors(self) -> Collection[str]:
         """Names of tensors that checkpoints may contain but the reference implementation ignores."""
         return ()

@@ -115,6 +115,8 @@ class Family:
         model: The model class. Its ``configs`` are the config classes of the family.
         hf: Key of a parameter -> its tensor in Hugging Face checkpoints.
         hf_of_config: Function that returns the rows of ``hf`` that depend on the config.
+        constants: Function that returns the int64 vectors in Hugging Face checkpoints whose values follow from the
+            config, by tensor name.
         hf_root: Prefix of tensor names in saved checkpoints, in place of ``model.``.
         maxtext: Names in MaxText.
         mtp_prefixes: Two prefixes of tensors in prediction layers. The first is for tensors that only prediction layers
@@ -129,6 +131,7 @@ class Family:
     model: type[CausalLM]
     hf: dict[str, W | tuple[W, ...]]
     hf_of_config: Callable[[Any], Table] | None = None
+    constants: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
     hf_root: str = "model."
     maxtext: MaxTextNames = MaxTextNames({})
     mtp_prefixes: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ class W:
     alternate: bool = False  # Whether the outputs of the parts are interleaved.
     transposed: bool = False  # Whether the tensor is stored as [ins, outs].
     is_files_only: bool = False  # Whether transformers' model uses a different name for the parameter.
-    shards: int = 0  # Maximum number of tensors that store the rows of the parameter. 0 for a single tensor.
+    max_shards: int = 0  # Maximum number of tensors that store the rows of the parameter. 0 for a single tensor.
 
     def each(self, name: str) -> "W":
         """Return the names of one tensor per expert. ``name`` follows the index of the expert."""
@@ -46,9 +46,9 @@ class W:
         """Select the outputs ``part``, ``part + parts``, …"""
         return dataclasses.replace(self, part=part, parts=parts, alternate=True)
 
-    def sharded(self, shards: int) -> "W":
-        """Return the name of a tensor whose rows are stored in up to ``shards`` tensors."""
-        return dataclasses.replace(self, shards=shards)
+    def sharded(self, max_shards: int) -> "W":
+        """Return the name of a tensor whose rows are stored in up to ``max_shards`` tensors."""
+        return dataclasses.replace(self, max_shards=max_shards)
 
     @property
     def T(self) -> "W":

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.models import config_from_hf
+from nnxmoe.models import config_from_hf, family_of
 from tests.support.tiny import Fields, Weights
 
 V4_SPARSE, V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -87,7 +87,8 @@ def _stored(kind: str) -> Fields:
 
 def constants_of(fields: Fields) -> Weights:
     """The tensors of a checkpoint that config.json determines."""
-    return {name: np.array(values, np.int64) for name, values in config_from_hf(fields).constants.items()}
+    constants = family_of(config := config_from_hf(fields)).constants(config)
+    return {name: np.array(values, np.int64) for name, values in constants.items()}
 
 
 def load(kind: str) -> Frozen:

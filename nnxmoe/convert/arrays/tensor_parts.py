@@ -96,8 +96,9 @@ def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
         table: Parameter key -> tensor name and slice.
         arrays: Tensors of a checkpoint by name.
     """
-    arrays = join_shards(table, arrays)
     rows = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
+    if sharded_names := {w.name for w, _ in rows if w.max_shards}:
+        arrays = join_shards(sharded_names, arrays)
     split_names = {(w.name, w.per_expert) for w, _ in rows if not w.whole}
     parts_of: dict[tuple[str, ...], list[tuple[W, int]]] = {}
     for w, dim in rows:

@@ -6,7 +6,7 @@ A sharded tensor is stored as several tensors of consecutive rows, such as ``ngr
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +18,10 @@ from nnxmoe.model.weight_names import Table, layer_of, options
 _SHARD = re.compile(r"(.+)\.shard_([0-9]{1,9})(\.[^.]+)")
 
 
-def join_shards(table: Table, arrays: LazyArrays) -> LazyArrays:
-    """Replace the shards of each tensor that is `W.sharded` in the name table with one array of all their rows."""
-    sharded_names = {w.name for key in table for w in options(table, key) if w.shards}
+def join_shards(sharded_names: Set[str], arrays: LazyArrays) -> LazyArrays:
+    """Replace the shards of each tensor with a name in ``sharded_names`` (relative to its layer) with one array."""
     shards: dict[str, dict[int, str]] = {}
-    for match in filter(None, map(_SHARD.fullmatch, arrays if sharded_names else ())):
+    for match in filter(None, map(_SHARD.fullmatch, arrays)):
         if layer_of(match[1] + match[3])[1] in sharded_names:
             shards.setdefault(match[1] + match[3], {})[int(match[2])] = match[0]
     used_names = {name for names in shards.values() for name in names.values()}
@@ -62,9 +61,9 @@ def split_shards(table: Table, keys: Mapping[str, str], tensors: LazyArrays) -> 
     """
     result = dict(tensors)
     for name, key in keys.items():
-        if name in tensors and (shards := options(table, key)[0].shards):
+        if name in tensors and (max_shards := options(table, key)[0].max_shards):
             array, (stem, _, ending) = result.pop(name), name.rpartition(".")
-            starts = range(0, array.shape[0], -(-array.shape[0] // shards))
+            starts = range(0, array.shape[0], -(-array.shape[0] // max_shards))
             for i, start in enumerate(starts):
                 rows = range(start, min(start + starts.step, array.shape[0]))
                 result[f"{stem}.shard_{i}.{ending}"] = array.take(rows, 0)

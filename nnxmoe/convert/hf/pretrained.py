@@ -101,7 +101,8 @@ def from_pretrained(
         tensors = tensor_arrays(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
         arrays = split_tensors(family.hf_names(config), tensors)
         refuse_oversized_config(config, arrays, checkpoint.config_file)
-        refuse_other_constants(config, arrays)
+        if constants := family.constants(config):
+            refuse_other_constants(constants, arrays)
         model = family.model(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, generation_notes = generation_fields(checkpoint.folder, config)
         notes += (*generation_notes, *_other_copies(model, checkpoint), *checkpoint.notes)
@@ -110,9 +111,8 @@ def from_pretrained(
         elif quantize is not None:
             arrays, error = quantize_while_loading(model, arrays, quantize, dtype)
         layouts = tensor_layout(model, arrays)
-        source = os.fspath(path_or_hub_id)
-        report = LoadReport(source, notes=notes, files=str(checkpoint.folder), revision=revision)
-        mismatch = f"{source}: the tensors do not fit config.json ({config.model_type})"
+        report = LoadReport(os.fspath(path_or_hub_id), notes=notes, files=str(checkpoint.folder), revision=revision)
+        mismatch = f"{report.source}: the tensors do not fit config.json ({config.model_type})"
         load_model(model, layouts, arrays, dtype, report_tensors(model, layouts, arrays, report), mismatch, _REMEDY)
     if error is not None:
         model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)

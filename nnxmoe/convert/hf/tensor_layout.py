@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -134,8 +134,8 @@ def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
 def constant_tensors(model: CausalLM) -> dict[str, LazyArray]:
     """Return the tensors without parameters that the reference implementation stores: empty tensors and constants."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
-    constants = {name: np.array(values, np.int64) for name, values in model.config.constants.items()}
-    tensors = {name: LazyArray.from_array(array) for name, array in constants.items()}
+    constants = family_of(model).constants(model.config)
+    tensors = {name: LazyArray.from_array(np.array(values, np.int64)) for name, values in constants.items()}
     for name, shape in model.config.empty_tensors.items():
         for router in routers:
             array = LazyArray.from_array(np.empty(shape, router.variable.dtype))
@@ -160,9 +160,9 @@ def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, config_pa
         )
 
 
-def refuse_other_constants(config: DecoderConfig, arrays: LazyArrays) -> None:
+def refuse_other_constants(constants: Mapping[str, Sequence[int]], arrays: LazyArrays) -> None:
     """Raise CheckpointError if a stored constant differs from the constant that the config determines."""
-    for name, values in config.constants.items():
+    for name, values in constants.items():
         if name in arrays and not np.array_equal(values, np.asarray(arrays[name])):
             raise CheckpointError(f"{name} does not fit config.json: check that config.json belongs to these files")
 
@@ -202,6 +202,7 @@ def _skip_rules(
 ) -> dict[str, Callable[[str], bool]]:
     """Return the rules for skipping tensors, as description -> predicate on the tensor's name."""
     config, table, ignored_names = model.config, family_of(model).hf, model.config.unused_tensors
+    constants = family_of(model).constants(config)
     first_index = config.num_hidden_layers
     mtp_indices = range(first_index, first_index + getattr(config, "num_nextn_predict_layers", 0))
     # Tensor names that occur only in prediction layers distinguish prediction layers from surplus layers. HF_MTP
@@ -220,7 +221,7 @@ def _skip_rules(
         "copies of the embedding and the head (the main model's tensors are used)": lambda name: name in copied_names,
         "empty tensors": lambda name: 0 in arrays[name].shape,
         "tensors that the family does not use": lambda name: name in ignored_names,
-        "constants (computed)": lambda name: name in config.constants,
+        "constants (computed)": lambda name: name in constants,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "scales of activations and caches (which are not quantized)": lambda name: name.endswith(ACTIVATION_SCALES),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
