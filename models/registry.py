@@ -61,21 +61,47 @@ class LazyTable(Mapping[str, Value]):
         return len(self._names())
 
 
+class PresetTable(Mapping[str, Value]):
+    """A value per preset, from the families in `REGISTERED` or from presets.json.
+
+    Args:
+        attribute: Attribute of `Family` that maps presets to values.
+        field: Field of presets.json. Presets without this field have no value.
+        published: Function that returns the value of a preset in presets.json.
+    """
+
+    def __init__(self, attribute: str, field: str, published: Callable[[str], Value]):
+        self._attribute, self._field, self._published = attribute, field, published
+
+    def __getitem__(self, name: str) -> Value:
+        for family in reversed(REGISTERED.values()):
+            if name in (values := getattr(family, self._attribute)):
+                return values[name]
+        return self._published(name)
+
+    def __iter__(self) -> Iterator[str]:
+        published = (name for name, entry in _published().items() if self._field in entry)
+        registered = (name for family in REGISTERED.values() for name in getattr(family, self._attribute))
+        return iter(dict.fromkeys((*published, *registered)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def _families_in(module: str) -> Sequence[Family]:
     """Import a module of this folder and return its families."""
     names = vars(importlib.import_module(f"nnxmoe.models.{module}"))
     return names["FAMILIES"] if "FAMILIES" in names else (names["FAMILY"],)
 
 
-def _family_of_type(model_type: str) -> Family:
-    """Return the family of a ``model_type``. Raises KeyError for unknown types."""
-    return REGISTERED[model_type] if model_type in REGISTERED else _supported_family(model_type)
+def _family_and_config(model_type: str, registered: Mapping[str, Family]) -> tuple[Family, type[DecoderConfig]]:
+    """Return the family and the config class of a ``model_type``. Raises KeyError for unknown types.
 
-
-def _supported_family(model_type: str) -> Family:
-    """Return the family of this folder for a ``model_type``. Raises KeyError for unknown types."""
-    families = _families_in(MODULE_OF_TYPE[model_type])
-    return next(family for family in families if model_type in (config.model_type for config in family.configs))
+    Args:
+        registered: ``model_type`` -> family that overrides the family of this folder.
+    """
+    families = (registered[model_type],) if model_type in registered else _families_in(MODULE_OF_TYPE[model_type])
+    return next((family, config) for family in families for config in family.configs if config.model_type == model_type)
 
 
 def family_of(source: CausalLM | DecoderConfig) -> Family:
@@ -86,7 +112,7 @@ def family_of(source: CausalLM | DecoderConfig) -> Family:
         KeyError: The config's ``model_type`` is unknown.
     """
     if isinstance(source, DecoderConfig):
-        return _family_of_type(source.model_type)
+        return FAMILIES[source.model_type]
     for base in type(source).__mro__:
         module = base.__module__.removeprefix("nnxmoe.models.")
         for family in (*REGISTERED.values(), *(_families_in(module) if module in MODULES else ())):
@@ -101,8 +127,8 @@ def _types() -> list[str]:
 
 
 def _classes(model_type: str) -> tuple[type[DecoderConfig], type[CausalLM]]:
-    family = _family_of_type(model_type)
-    return next(config for config in family.configs if config.model_type == model_type), family.model
+    family, config = _family_and_config(model_type, REGISTERED)
+    return config, family.model
 
 
 @functools.cache
@@ -113,44 +139,17 @@ def _published() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _published_config(name: str) -> DecoderConfig:
-    model_type, fields = _published()[name]["model_type"], _published()[name]["config"]
-    configs = _supported_family(model_type).configs
-    return next(config for config in configs if config.model_type == model_type)(**fields)
+    entry = _published()[name]
+    return _family_and_config(entry["model_type"], {})[1](**entry["config"])
 
 
-def _registered_family(preset_name: str) -> Family | None:
-    """Return the family that was registered with a preset of this name."""
-    return next((family for family in reversed(REGISTERED.values()) if preset_name in family.presets), None)
-
-
-def _preset_names() -> list[str]:
-    registered = (name for family in REGISTERED.values() for name in family.presets)
-    return list(dict.fromkeys((*_published(), *registered)))
-
-
-def _preset(name: str) -> DecoderConfig:
-    """Return the config of a preset. Raises KeyError for unknown presets."""
-    family = _registered_family(name)
-    return _published_config(name) if family is None else family.presets[name]
-
-
-def _hub_ids() -> dict[str, str]:
-    published = {name: entry["hub_id"] for name, entry in _published().items() if "hub_id" in entry}
-    return published | {name: hub_id for family in REGISTERED.values() for name, hub_id in family.hub_ids.items()}
-
-
-def _notes() -> dict[str, str]:
-    published = {name: entry["note"] for name, entry in _published().items() if "note" in entry}
-    return published | {name: note for family in REGISTERED.values() for name, note in family.checkpoint_notes.items()}
-
-
-FAMILIES = LazyTable(_types, _family_of_type)  # model_type -> family
+FAMILIES = LazyTable(_types, lambda model_type: _family_and_config(model_type, REGISTERED)[0])  # model_type -> family
 MODELS = LazyTable(_types, _classes)  # model_type -> (config class, model class)
-PRESETS = LazyTable(_preset_names, _preset)
+PRESETS = PresetTable("presets", "config", _published_config)
 # Preset -> Hugging Face Hub id of the published checkpoint.
-HUB_IDS = LazyTable(lambda: [*_hub_ids()], lambda name: _hub_ids()[name])
+HUB_IDS: PresetTable[str] = PresetTable("hub_ids", "hub_id", lambda name: _published()[name]["hub_id"])
 # Preset -> differences between its files and the loaded model.
-CHECKPOINT_NOTES = LazyTable(lambda: [*_notes()], lambda name: _notes()[name])
+CHECKPOINT_NOTES: PresetTable[str] = PresetTable("checkpoint_notes", "note", lambda name: _published()[name]["note"])
 
 
 def register(family: Family) -> None:
@@ -188,13 +187,10 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
 def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
     """Return the config of a text model and the notes on its fields."""
     family_config = config_class(fields)
-    check_architecture(fields, ARCHITECTURES | _registered_architectures())
+    registered = [config for family in REGISTERED.values() for config in family.configs]
+    names = {name for c in registered for name in (c.architecture, *c.published_architectures.split())}
+    check_architecture(fields, ARCHITECTURES | names)
     return family_config.from_hf(fields), family_config.notes(fields)
-
-
-def _registered_architectures() -> set[str]:
-    configs = [config for family in REGISTERED.values() for config in family.configs]
-    return {name for config in configs for name in (config.architecture, *config.published_architectures.split())}
 
 
 def parse_config(fields: Mapping[str, Any], file_name: str) -> tuple[DecoderConfig, tuple[str, ...]]:
