@@ -188,8 +188,8 @@ def cache_capacity(model: CausalLM, tokens: int, smallest: int) -> int:
 
     Rounding does not exceed the length beyond which the rotary frequencies change.
     """
-    size, max_positions = bucket_size(tokens, smallest), model.fixed_positions
-    return size if max_positions is None else min(size, max(tokens, max_positions))
+    size, fixed_length = bucket_size(tokens, smallest), model.fixed_rope_length
+    return size if fixed_length is None else min(size, max(tokens, fixed_length))
 
 
 def _as_list(prompts: Iterable[Prompt]) -> list[Prompt]:

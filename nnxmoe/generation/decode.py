@@ -73,7 +73,7 @@ def generate(
     options = RequestOptions(max_new_tokens, 0, sampling, eos, seed, return_routing=return_routing)
     # Dynamic NTK scaling depends on the longest row of the batch. transformers keeps extending finished rows. With
     # dynamic scaling, finished rows are therefore extended here too.
-    end_ids = set(eos) if model.coupled_positions is not None and len(tokens) > 1 else set[int]()
+    end_ids = set(eos) if model.has_dynamic_rope and len(tokens) > 1 else set[int]()
     if end_ids and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
             f"{sampling}: with dynamic rotary embeddings, finished rows keep growing, so min_new_tokens and "

@@ -123,11 +123,10 @@ def plan_engine(
     batch_shards = shard_count(mesh, batch_axes(mesh))
     slots += -slots % batch_shards
     resolved = _resolve_draft(model, draft, slots, capacity)
-    if grouping is None:
-        _check_rotary_capacity(model, capacity)
-        grouping = as_one_large_chunk if resolved is None else one_by_one
     lookahead = 0 if resolved is None else resolved.count
-    _check_lookahead(model, capacity, lookahead)
+    _check_rope_length(model, capacity, lookahead, has_independent_rows=grouping is None)
+    if grouping is None:
+        grouping = as_one_large_chunk if resolved is None else one_by_one
     cache_size = CacheSize(capacity + lookahead, lookahead)
     bytes_per_prefix = cache_bytes(model, batch_shards, cache_size)
     plan = EnginePlan(
@@ -171,19 +170,17 @@ def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, c
     return resolved
 
 
-def _check_rotary_capacity(model: CausalLM, capacity: int) -> None:
-    length = model.coupled_positions
-    if length is not None and capacity > length:
+def _check_rope_length(model: CausalLM, capacity: int, lookahead: int, has_independent_rows: bool) -> None:
+    """Raise ValueError if rotary frequencies change because of other rows, or of draft tokens beyond the capacity."""
+    length = model.fixed_rope_length
+    if length is None:
+        return
+    if model.has_dynamic_rope and has_independent_rows and capacity > length:
         raise ValueError(
             f"capacity={capacity}: the rotary embedding of this model depends on the longest row beyond {length} "
             "tokens, so requests would affect each other. Reduce capacity to this length, or use generate()"
         )
-
-
-def _check_lookahead(model: CausalLM, capacity: int, lookahead: int) -> None:
-    """Raise ValueError if the draft tokens extend the cache beyond the capacity at which the frequencies change."""
-    length = model.fixed_positions
-    if model.coupled_positions is None and length is not None and capacity <= length < capacity + lookahead:
+    if not model.has_dynamic_rope and capacity <= length < capacity + lookahead:
         raise ValueError(
             f"capacity={capacity}: with {lookahead} draft tokens, the cache exceeds the {length} positions beyond "
             f"which the rotary frequencies change. Generate without a draft, or use a capacity of {length - lookahead}"

@@ -54,8 +54,8 @@ class Score:
     @property
     def top(self) -> list[list[tuple[int, float]]]:
         """Most likely ids per position, as pairs (id, log-probability) like `Request.top`."""
-        places = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in places]
+        per_position = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in per_position]
 
     @property
     def total(self) -> float:
@@ -102,13 +102,13 @@ def score(
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
     program, num_shards = model_program(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
-    max_positions = model.fixed_positions
+    fixed_rope_length = model.fixed_rope_length
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
         longest = len(items[order[-1]][0])
         length = bucket_size(longest, 64)
         rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
-        if max_positions is not None and longest > max_positions:
+        if fixed_rope_length is not None and longest > fixed_rope_length:
             rows = 1  # longer rows change the rotary embedding of the shorter rows
         batch, order = order[-rows:], order[:-rows]
         shape = rows + -rows % num_shards, length

@@ -483,17 +483,14 @@ class CausalLM(nnx.Module):
         return Cache.empty(format_caches(layers, self.cache_format), batch, capacity)
 
     @property
-    def fixed_positions(self) -> int | None:
+    def fixed_rope_length(self) -> int | None:
         """Number of positions beyond which the rotary frequencies change. None if the frequencies are constant."""
         return min((rope.max_positions for rope in self.ropes if isinstance(rope, LengthDependentRope)), default=None)
 
     @property
-    def coupled_positions(self) -> int | None:
-        """Number of positions beyond which the longest row affects the frequencies of all rows, even with a cache.
-
-        None if the model has no `DynamicRope`.
-        """
-        return self.fixed_positions if any(isinstance(rope, DynamicRope) for rope in self.ropes) else None
+    def has_dynamic_rope(self) -> bool:
+        """Whether the longest row affects the frequencies of all rows beyond `fixed_rope_length`, even with a cache."""
+        return any(isinstance(rope, DynamicRope) for rope in self.ropes)
 
 
 def check_model(model: object) -> None:

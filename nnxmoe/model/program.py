@@ -275,7 +275,8 @@ class Structure:
         self._modules = [(weakref.ref(model), _fingerprint(model, _NOT_CALLED))]
         self._modules += [(weakref.ref(module), _fingerprint(module)) for module in modules]
         # References keep the ids in the fingerprints valid: Python may reuse the id of a deleted object.
-        self._settings = [_settings(module) for module in (stripped, *modules)]
+        attributes = [value for module in (stripped, *modules) for value in vars(module).values()]
+        self._settings = [value for value in attributes if not isinstance(value, nnx.Module | nnx.Variable)]
         paths = [path for path, _ in nnx.to_flat_state(state)]
         # Models that have arrays outside of variables or mutable containers are split on every call.
         self._comparable = not any(type(part) in (list, dict, set) for part in parts.values())
@@ -316,10 +317,6 @@ def _fingerprint(module: Any, ignored: Collection[str] = ()) -> tuple[Any, ...]:
     """Return a module's class and the ids of its attributes. For variables, returns the class instead of the id."""
     values = [value for name, value in vars(module).items() if name not in ignored]
     return type(module), *(type(value) if isinstance(value, nnx.Variable) else id(value) for value in values)
-
-
-def _settings(module: Any) -> list[Any]:
-    return [value for value in vars(module).values() if not isinstance(value, nnx.Module | nnx.Variable)]
 
 
 _structures = weakref.WeakKeyDictionary[Any, Structure]()

@@ -99,16 +99,12 @@ class Router(nnx.Module):
         arguments: list[Any] = [logits, bias] if experts is None else [logits, bias, experts]
         batch_axes = batch_shard_axes(logits.shape[0], mesh)
         context_axes = context_shard_axes(logits.shape[1], mesh) if logits.ndim == 3 else ()
-        if mesh is None or not (batch_axes or context_axes) or not self._select_is_token_independent:
+        if mesh is None or not (batch_axes or context_axes) or not self.token_independent(None):
             return self.select(*arguments)
         # With shard_map, top-k runs locally on each shard. Without shard_map, XLA:CPU gathers all tokens.
         tokens = PartitionSpec(batch_axes or None, context_axes or None)
         return shard_map(self.select, mesh, (tokens, PartitionSpec(), tokens)[: len(arguments)], tokens)(*arguments)
 
-    @property
-    def _select_is_token_independent(self) -> bool:
-        return getattr(self.select, "token_independent", False)
-
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Return whether the routing of a token is independent of other tokens and of the token's batch index."""
-        return self._select_is_token_independent and (key is None or not self.jitter)
+        return getattr(self.select, "token_independent", False) and (key is None or not self.jitter)

@@ -775,7 +775,7 @@ def test_scores_do_not_depend_on_longer_texts() -> None:
 
 
 @pytest.mark.slow
-def test_capacities_are_not_rounded_beyond_fixed_positions() -> None:
+def test_capacities_are_not_rounded_beyond_the_fixed_rope_length() -> None:
     """37 tokens fit in the 40 positions of a dynamic rotary embedding, and the 64 that would be allotted do not."""
     rope: dict[str, Any] = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}
     model, prompt = build_tiny("llama", nnxmoe.Strategy(), **rope), list(range(3, 28))

@@ -176,21 +176,14 @@ def bytes_by_dtype(model: nnx.Module) -> dict[str, int]:
 
     All arrays of a quantized kernel are counted under the dtype of the codes.
     """
-    sizes = Counter[str]()
-    quantized_ids = set[int]()
+    sizes, code_dtypes = Counter[str](), dict[int, str]()
     for _, node in nnx.iter_graph(model):
         if isinstance(node, QuantizedWeight):
-            variables = node.arrays.values()
-            quantized_ids |= {id(variable) for variable in variables}
-            sizes[node.format.code_dtype] += sum(map(_nbytes, variables))
+            code_dtypes |= {id(variable): node.format.code_dtype for variable in node.arrays.values()}
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable) and id(node) not in quantized_ids:
-            sizes[str(node.dtype)] += _nbytes(node)
+        if isinstance(node, nnx.Variable):
+            sizes[code_dtypes.get(id(node), str(node.dtype))] += node.size * np.dtype(node.dtype).itemsize
     return dict(sizes.most_common())
-
-
-def _nbytes(variable: nnx.Variable) -> int:
-    return variable.size * np.dtype(variable.dtype).itemsize
 
 
 def update_report(model: CausalLM, error: float | None = None) -> None:
