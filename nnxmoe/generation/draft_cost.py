@@ -18,10 +18,10 @@ from nnxmoe.config.validate import whole_number
 from nnxmoe.generation.draft import ModelBasedDraft, MTPDraft, PromptLookup, mtp_modules
 from nnxmoe.generation.passes import CacheSize, cache_bytes
 from nnxmoe.generation.rows import Draft
+from nnxmoe.layers.embed import is_embedding_table
 from nnxmoe.layers.linear.kernel import as_weight, is_kernel
 from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedWeight
-from nnxmoe.layers.recurrent.ngram import NGramBranch
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import strip_metadata
 from nnxmoe.moe.block import MoE
@@ -152,14 +152,13 @@ class _Weights:
 def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
     """Measure the weights of a module that ends with the output head of a decoder.
 
-    Excludes embeddings of tokens and n-grams, because a pass reads only a few embedding rows.
+    Excludes embedding tables except a tied output head, because a pass reads only a few of their rows.
     """
-    dense, operations = _bytes(module), _operations(module)
-    dense -= sum(_bytes(part.embed) for _, part in nnx.iter_graph(module) if isinstance(part, NGramBranch))
+    tables = [v for _, v in nnx.to_flat_state(nnx.state(module)) if is_embedding_table(v)]
+    dense, operations = _bytes(module) - sum(map(_nbytes, tables)), _operations(module)
     if head.head is None:
+        dense += _nbytes(head.embed.table)
         operations += 2 * math.prod(head.embed.table.shape)
-    else:
-        dense -= _bytes(head.embed)
     experts = []
     for _, block in nnx.iter_graph(module):
         if isinstance(block, MoE):
@@ -172,7 +171,11 @@ def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
 
 def _bytes(module: nnx.Module) -> int:
     flat = nnx.to_flat_state(nnx.state(module))
-    return sum(math.prod(v.shape) * v.dtype.itemsize for _, v in flat if not isinstance(v, UnmergeValue))
+    return sum(_nbytes(v) for _, v in flat if not isinstance(v, UnmergeValue))
+
+
+def _nbytes(variable: nnx.Variable) -> int:
+    return math.prod(variable.shape) * variable.dtype.itemsize
 
 
 def _operations(module: nnx.Module) -> float:

@@ -9,8 +9,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, ParamOptions, parameter
-from nnxmoe.layers.linear.kernel import Adapter, DenseKernel, Kernel, with_adapter
+from nnxmoe.axes import AnyMesh, ParamOptions, axes_of, parameter
+from nnxmoe.layers.linear.kernel import Adapter, DenseKernel, Kernel, is_kernel, with_adapter
 from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
 from nnxmoe.sharding_rules import RULES, Rules, axes_per_dimension
 
@@ -94,6 +94,12 @@ def _look_up_shard(
         remote_rows = jnp.where((all_tokens >= -vocab) & (all_tokens < vocab), 0, jnp.nan).astype(dtype)
         embeddings = jax.lax.psum(jnp.where(is_local[..., None], local_rows, remote_rows[..., None]), vocab_axes)
     return jax.lax.all_to_all(embeddings, width_axes, split_axis=0, concat_axis=2, tiled=True)
+
+
+def is_embedding_table(variable: nnx.Variable) -> bool:
+    """Return whether a variable is the table of an `Embed`, of which a forward pass reads only a few rows."""
+    is_table = isinstance(variable, nnx.Param) and axes_of(variable)[-2:] == ("vocab", "embed")
+    return is_table and not is_kernel(variable)
 
 
 class ScaledEmbed(Embed):

@@ -24,6 +24,7 @@ from nnxmoe.convert.arrays.load_report import LoadReport
 from nnxmoe.convert.files.safetensors import dtype_code
 from nnxmoe.convert.hf.quantized_loading import keep_codes
 from nnxmoe.convert.hf.tensor_layout import refuse_oversized_config, report_tensors, tensor_layout
+from nnxmoe.layers.embed import is_embedding_table
 from nnxmoe.layers.linear.kernel import as_weight
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -170,8 +171,11 @@ def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tu
 
 
 def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
-    """Return the fraction of a parameter that one token uses. 0 for n-gram tables, because a token reads few rows."""
-    if parameter.key == "layer.ngram.embed.table":
+    """Return the fraction of a parameter that one token uses. 0 for tables in layers, because a token reads few rows.
+
+    By convention, all rows of the token embedding are active parameters.
+    """
+    if parameter.layer is not None and is_embedding_table(parameter.variable):
         return 0.0
     return config.experts_per_token / parameter.experts if parameter.experts else 1.0
 

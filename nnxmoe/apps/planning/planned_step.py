@@ -14,6 +14,7 @@ from nnxmoe.apps.planning.work import Work
 from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh, axes_of, is_stacked
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.arrays.array_layout import parameters
+from nnxmoe.layers.embed import is_embedding_table
 from nnxmoe.layers.linear.kernel import ParamWeight, is_kernel
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
@@ -45,6 +46,7 @@ class ParamSize:
         over: Mesh axes that shard each dimension.
         trained: Whether the variable is an `nnx.Param`.
         kernel: Whether the variable is the kernel of a linear map.
+        is_table: Whether the variable is an embedding table.
         role: Part of the model that the variable belongs to. A tied embedding belongs to ``"head"``.
         experts: Number of experts (E), or 0 without an expert dimension.
         itemsize: Bytes per element of a variable that is not trained.
@@ -60,6 +62,7 @@ class ParamSize:
     over: tuple[tuple[str, ...], ...]
     trained: bool
     kernel: bool
+    is_table: bool
     role: Role
     experts: int
     itemsize: int
@@ -73,11 +76,6 @@ class ParamSize:
     def axes(self) -> tuple[str, ...]:
         """All mesh axes that shard the variable."""
         return tuple(axis for axes in self.over for axis in axes)
-
-    @property
-    def is_table(self) -> bool:
-        """Whether the variable is an embedding table."""
-        return self.key.endswith("embed.table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +111,7 @@ class PlannedStep:
                 over=axes_per_dimension(axes, mesh, work.rules),
                 trained=isinstance(variable, nnx.Param),
                 kernel=is_kernel(variable),
+                is_table=is_embedding_table(variable),
                 role=_role(key, experts, layers, config.tie_word_embeddings),
                 experts=experts,
                 itemsize=jnp.dtype(variable.dtype).itemsize,
