@@ -60,7 +60,6 @@ IGNORED = frozenset(
 )
 _DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
 _DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
-_NESTED = "text_config", "thinker_config"  # names of the object that contains the text model
 # Top-level fields of a multimodal config that apply to the text model if ``text_config`` does not set them.
 _TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_token_id eos_token_id pad_token_id".split()
 
@@ -72,9 +71,10 @@ def text_fields(fields: Any) -> Any:
     fields unchanged if there is no nested text model. ``tie_word_embeddings`` is true if any of the
     nested configs sets it, as in transformers.
     """
-    configs = (fields.get(name) for name in _NESTED) if isinstance(fields, Mapping) else ()
-    nested = next((config for config in configs if isinstance(config, Mapping)), None)
-    if nested is None or "num_hidden_layers" in fields:
+    if not isinstance(fields, Mapping) or "num_hidden_layers" in fields:
+        return fields
+    nested = fields.get("text_config") or fields.get("thinker_config")
+    if not isinstance(nested, Mapping):
         return fields
     nested = text_fields(nested)
     text = {name: fields[name] for name in _TEXT_MODEL_FIELDS if fields.get(name) is not None}
