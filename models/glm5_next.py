@@ -116,15 +116,15 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
 
 
 _STREAMS = {"fn.kernel": "fn", "base": "base", "scale": "scale"}
-_HALVES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
+_BRANCH_NAMES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
 _HF: Hf = {
     **{key: row for key, row in GLM_MOE_DSA.hf.items() if not key.startswith("layer.mtp.")},
     **HF_KIMI_DELTA,
     "layer.attention.indexer.gate.kernel": W("self_attn.indexer.index_kpool_compress_gate"),
     "layer.attention.indexer.place": W("self_attn.indexer.index_kpool_compress_ape"),
     **{
-        f"layer.{half}_streams.weights.{part}": (W(f"hc_{name}_{end}"), W(f"{name}_hc.{end}"))
-        for half, name in _HALVES
+        f"layer.{branch}_streams.weights.{part}": (W(f"hc_{name}_{end}"), W(f"{name}_hc.{end}"))
+        for branch, name in _BRANCH_NAMES
         for part, end in _STREAMS.items()
     },
 }

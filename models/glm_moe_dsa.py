@@ -79,7 +79,7 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
 
 
 # Input and output of a layer: the hidden states, and the keys that the last indexer selected.
-Indexed = tuple[Float[Array, "B T *streams D"], SelectedSlots]
+StatesAndSelection = tuple[Float[Array, "B T *streams D"], SelectedSlots]
 
 
 class IndexedLayer(Layer):
@@ -88,7 +88,7 @@ class IndexedLayer(Layer):
     A layer without an indexer attends to the keys selected by the last indexer before it.
     """
 
-    def __call__(self, x: Indexed, context: Context, cache: PyTree | None = None) -> LayerOutput:
+    def __call__(self, x: StatesAndSelection, context: Context, cache: PyTree | None = None) -> LayerOutput:
         attention: Any = self.attention
         layer_input, selected_keys = x
         update, selected_keys, cache = attention.attend_sparse(
@@ -126,10 +126,10 @@ class GlmMoeDsa(DeepSeekV32):
     def indexer(self, index: int, **kw: Unpack[ParamOptions]) -> Indexer | None:
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
-    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> StatesAndSelection:
         return super().to_layer_input(x, tokens), jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
 
-    def from_layer_output(self, x: Indexed) -> Float[Array, "B T_out *streams D"]:
+    def from_layer_output(self, x: StatesAndSelection) -> Float[Array, "B T_out *streams D"]:
         return super().from_layer_output(x[0])
 
 

@@ -21,7 +21,7 @@ from nnxmoe.models.granite import HF_GRANITE, GraniteMoe, GraniteMoeSharedConfig
 from nnxmoe.models.shared.tables import Hf, hf_mamba2
 
 MAMBA, FULL = "linear_attention", "full_attention"
-_OLD = {"mamba": MAMBA, "attention": FULL}
+_OLD_LAYER_TYPES = {"mamba": MAMBA, "attention": FULL}
 _NO_LIMIT = 0.0, math.inf
 
 
@@ -84,7 +84,7 @@ class GraniteMoeHybridConfig(GraniteMoeSharedConfig):
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         values = super()._standard_fields(fields)
         if isinstance(layer_types := values.get("layer_types"), list | tuple):
-            values["layer_types"] = [_OLD.get(x, x) if isinstance(x, str) else x for x in layer_types]
+            values["layer_types"] = [_OLD_LAYER_TYPES.get(x, x) if isinstance(x, str) else x for x in layer_types]
         return values | ({"mamba_d_head": None} if values.get("mamba_d_head") == "auto" else {})
 
     def to_hf(self) -> dict[str, Any]:

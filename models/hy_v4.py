@@ -36,7 +36,7 @@ from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.mtp import MTP
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
-from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig, Indexed, IndexedLayer
+from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig, IndexedLayer, StatesAndSelection
 from nnxmoe.models.shared.streamed import Streamed, StreamedLM
 from nnxmoe.models.shared.tables import Hf
 from nnxmoe.moe.router import Router
@@ -145,7 +145,9 @@ class SingleStreamMTP(MTP):
         super().__init__(model, IndexedLayer(*parts), **kw)
         self.norm = model.norm_class(model.config.hidden_size, model.config.rms_norm_eps, **kw)
 
-    def combine(self, model: Any, embeddings: Float[Array, "B T streams D"], hidden: Any, tokens: Any) -> Indexed:
+    def combine(
+        self, model: Any, embeddings: Float[Array, "B T streams D"], hidden: Any, tokens: Any
+    ) -> StatesAndSelection:
         streams, selected = super().combine(model, embeddings[:, :, 0], hidden, tokens)
         return streams[:, :, 0], selected
 
@@ -213,7 +215,7 @@ class HyV4(GlmMoeDsa, StreamedLM):
 
 
 _STREAMS = (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
-_HALVES = (("attention", "attn", "attn"), ("mlp", "mlp", "ffn"), ("moe", "mlp", "ffn"))
+_BRANCH_NAMES = (("attention", "attn", "attn"), ("mlp", "mlp", "ffn"), ("moe", "mlp", "ffn"))
 _HEADS = "hc_head.hc_head", "hc_pre.hc_head.hc_head", "hc_head.hc_pre.hc_head", "hc_head.hc"
 _GATE_UP, _EXPERTS = W("mlp.experts.gate_up_proj"), W("mlp.experts")
 # The last alternative is the name in transformers' model, except for experts and `W.files_only`. transformers 5.24
@@ -231,10 +233,10 @@ _HF: Hf = {
         for key, block in (("mlp", "mlp"), ("moe.shared", "mlp.shared_experts"))
     },
     **{
-        f"layer.{half}_streams.weights.{part}": (
+        f"layer.{branch}_streams.weights.{part}": (
             W(f"hc_{name}_layer.hc_pre.hc_{end}"), W(f"hc_pre.hc_{name}_layer.hc_{end}"), W(f"{short_name}_hc.{end}")
         )
-        for half, name, short_name in _HALVES
+        for branch, name, short_name in _BRANCH_NAMES
         for part, end in _STREAMS
     },
     **{

@@ -195,13 +195,13 @@ _PARTS = {
     "latent_norm.scale": "routed_expert_norm.weight",
 }
 _RESIDUAL = {"norm.scale": "norm.weight", "query.kernel": "proj.weight"}
-_HALVES = {"attention": "self_attention", "mlp": "mlp", "moe": "mlp"}
+_BRANCH_NAMES = {"attention": "self_attention", "mlp": "mlp", "moe": "mlp"}
 _NAMES = {
     "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
     **{f"layer.moe.{x}": (W(f"block_sparse_moe.{name}"), W(f"mlp.{name}").files_only) for x, name in _PARTS.items()},
     **{
-        f"layer.{half}_residual.{key}": W(f"{name}_res_{end}")
-        for half, name in _HALVES.items()
+        f"layer.{branch}_residual.{key}": W(f"{name}_res_{end}")
+        for branch, name in _BRANCH_NAMES.items()
         for key, end in _RESIDUAL.items()
     },
     **{f"norm.residual.{key}": W(f"model.output_attn_res_{end}") for key, end in _RESIDUAL.items()},

@@ -32,7 +32,7 @@ from nnxmoe.moe.router import Router
 
 MAMBA, ATTENTION, DENSE, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "-": DENSE, "E": EXPERTS}
-_OLD = {"mamba": MAMBA, "mamba2": MAMBA, "attention": ATTENTION}
+_OLD_LAYER_TYPES = {"mamba": MAMBA, "mamba2": MAMBA, "attention": ATTENTION}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class NemotronHConfig(GroupedExpertsConfig):
         layer_types = cls.layer_types if layer_types is None else layer_types
         if layer_types and isinstance(layer_types, list | tuple):
             layer_types = [
-                _OLD.get(layer_type, layer_type) if isinstance(layer_type, str) else layer_type
+                _OLD_LAYER_TYPES.get(layer_type, layer_type) if isinstance(layer_type, str) else layer_type
                 for layer_type in layer_types
             ]
             values["num_hidden_layers"] = len(layer_types)

@@ -19,7 +19,7 @@ REASONS = {
         blenderbot blenderbot-small camembert data2vec-text electra ernie marian mbart megatron-bert modernbert-decoder
         mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm
         xlm-roberta xlm-roberta-xl xlnet xmod""",
-    "a decoder of sounds": "moshi musicgen musicgen_melody",
+    "an audio decoder": "moshi musicgen musicgen_melody",
     "learned, sinusoidal or ALiBi positions, and LayerNorm": """biogpt bloom ctrl git gpt-sw3 gpt2 gpt_bigcode gpt_neo
         mpt openai-gpt opt xglm""",
     "position biases (CPM-Ant)": "cpmant",
@@ -58,7 +58,7 @@ REASONS = {
     "norms of queries and keys after rotation": "hunyuan_v1_dense hunyuan_v1_moe nanochat",
     "a router bias before the sigmoid, and post norms": "kolibri1",
     "learned scales of normalized queries, keys and logits": "dory",
-    "layers like those of a supported family, which nobody has written down yet": """arcee bamba beam cwm ernie4_5
+    "layers like those of a supported family, not implemented yet": """arcee bamba beam cwm ernie4_5
         exaone flex_olmo flint gemma gemma2 glm glm4 granite_swa granitemoe_swa helium hyperclovax internlm3 iquestcoder
         lara_mini lfm3 minicpm3 ministral olmo2 olmo_hybrid seed_oss vaultgemma youtu""",
 }

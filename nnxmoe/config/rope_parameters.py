@@ -24,6 +24,7 @@ class Rope:
 
     dim: int
     theta: float
+    attention_factor = 1.0  # Multiplies the cosines and sines. `YarnRope` and `LongRope` have a field of this name.
 
     def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         """Return the frequency of each pair in radians per position.
@@ -36,10 +37,6 @@ class Rope:
     def length_with_cache(self, length: Int[Array, ""], capacity: int) -> Int[Array, ""] | int:
         """Return the length that selects the frequencies of a pass with a cache of ``capacity`` tokens per row."""
         return length
-
-    def factor(self) -> float:
-        """Return the factor that multiplies the cosines and sines."""
-        return 1.0
 
     def _plain(self) -> np.ndarray:
         return self.theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
@@ -108,9 +105,6 @@ class LongRope(LengthDependentRope):
     def length_with_cache(self, length: Int[Array, ""], capacity: int) -> int:
         return capacity
 
-    def factor(self) -> float:
-        return self.attention_factor
-
     def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         short, long = (
             jnp.asarray(self._plain() / factor, jnp.float32) for factor in (self.short_factor, self.long_factor)
@@ -148,9 +142,6 @@ class YarnRope(Rope):
     beta_slow: float
     truncate: bool
     attention_factor: float
-
-    def factor(self) -> float:
-        return self.attention_factor
 
     def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         low, high = self._dimension(self.beta_fast), self._dimension(self.beta_slow)

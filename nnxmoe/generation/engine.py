@@ -449,7 +449,7 @@ class Engine:
         cache = passes.broadcast_row(self._cache, self.plan.batch_shards, self._cache_axes, slot)
         result: Any = PassResult(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
         parts = request.routing_parts
-        routing = (PassRouting.of_tokens(np.concatenate(parts)),) if parts else ()
+        routing = (PassRouting.from_tokens(np.concatenate(parts)),) if parts else ()
         self._prefiller.prefixes[self.prefix_cache.insert(Prefix(ids))] = Prefilled(result, routing)
 
     def _warn_of_logits(self, request: Request) -> None:

@@ -25,7 +25,7 @@ class PassRouting(NamedTuple):
     valid: Bool[np.ndarray, "R T"] | None
 
     @classmethod
-    def of_tokens(cls, experts: Integer[np.ndarray, "T L X"]) -> "PassRouting":
+    def from_tokens(cls, experts: Integer[np.ndarray, "T L X"]) -> "PassRouting":
         """Create the routing of one row without padding."""
         return cls(experts[None], np.ones((1, len(experts)), bool))
 

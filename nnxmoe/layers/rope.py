@@ -55,7 +55,7 @@ def compute_rotation(
     length = jnp.max(positions if valid is None else jnp.where(valid, positions, 0)) + 1
     frequencies = rope.frequencies(length if capacity is None else rope.length_with_cache(length, capacity))
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
-    return Rotation(jnp.cos(angles) * rope.factor(), jnp.sin(angles) * rope.factor())
+    return Rotation(jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor)
 
 
 def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:

@@ -335,7 +335,7 @@ PLANTED: list[tuple[str, str, Plant]] = [
     ("granitemoehybrid", "rotated attention", in_layers(GQA, put("rotary", Rope(6, 1e4)))),
     ("granitemoehybrid", "a norm of all heads", in_layers(GroupedGatedNorm, put("groups", 1))),
     ("granitemoehybrid", "short steps", in_layers(Mamba2, put("min_step", 0.5))),
-    ("lfm2", "an activation after the convolution", in_layers(ShortConv, put("linear", False))),
+    ("lfm2", "an activation after the convolution", in_layers(ShortConv, put("activation", jax.nn.silu))),
     ("lfm2", "gates exchanged", in_layers(GatedShortConv, reorder([1, 0, 2]))),
     ("lfm2", "gate and values exchanged", in_layers(GatedShortConv, reorder([0, 2, 1]))),
     ("lfm2", "no bias of the convolution", in_layers(ShortConv, zero("bias"))),

@@ -471,8 +471,8 @@ def places_forgotten(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
-    right = pooled_indexer._own_pool
-    patch.setattr(pooled_indexer, "_own_pool", lambda *given: jnp.full_like(right(*given), NO_SLOT))
+    right = pooled_indexer._local_slots
+    patch.setattr(pooled_indexer, "_local_slots", lambda *given: jnp.full_like(right(*given), NO_SLOT))
 
 
 def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,8 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str) -> None
 def test_config_defaults_are_those_of_the_family() -> None:
     config = config_from_hf({"model_type": "gpt_oss"})
     assert isinstance(config, GptOssConfig) and (config.bos_token_id, config.eos_token_id) == (None, None)
-    assert config.rope == PRESETS["gpt-oss-120b"].rope and config.rope.factor() == pytest.approx(1.3465735902799727)
+    assert config.rope == PRESETS["gpt-oss-120b"].rope
+    assert config.rope.attention_factor == pytest.approx(1.3465735902799727)
     assert config.windows == (128, None) * 18 and config.head_dim == 64
     hub = {"num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4, "initial_context_length": 4096}
     hub |= {"rope_scaling": dict(config.rope_fields), "rope_theta": 150000, "eos_token_id": 200002}

@@ -113,7 +113,7 @@ def positions_of(mask: np.ndarray) -> np.ndarray:
     return np.maximum(np.arange(mask.shape[1]) - np.argmax(mask, axis=1)[:, None], 0)
 
 
-_OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_MIXTRAL_KERNELS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _GRANITE |= {"router.layer.weight": "router.weight"}
 
@@ -130,7 +130,7 @@ def fused(weights: Weights) -> Weights:
         head, _, tail = name.replace("block_sparse_moe", "mlp").partition(".experts.")
         if "." in tail:
             head, (number, kind, _) = head.replace("ffn", "mlp"), tail.split(".")
-            experts.setdefault(head + ".experts.", {})[int(number), _OLD.get(kind, kind)] = array
+            experts.setdefault(head + ".experts.", {})[int(number), _MIXTRAL_KERNELS.get(kind, kind)] = array
         else:
             found[f"{head}.experts.{tail}" if tail else head] = array
     for head, parts in experts.items():

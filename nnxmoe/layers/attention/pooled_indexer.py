@@ -156,11 +156,11 @@ def select_pools(
     inputs = jax.lax.stop_gradient((q, weights, pool_keys(slots)))
     selected = select_keys(*inputs, Mask(mask.query_index, mask.query_segment, pools, None), count)
     selected_slots = gather_slots(slots, selected).reshape(*selected.shape[:2], -1)
-    local_slots = _own_pool(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order, pool)
+    local_slots = _local_slots(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order, pool)
     return jnp.concatenate([selected_slots, local_slots], axis=-1).astype(jnp.int32)
 
 
-def _own_pool(
+def _local_slots(
     index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"], pool: int
 ) -> SelectedSlots:
     """Return the slots of each query's pool up to the query, or `NO_SLOT` if the query is the pool's last token."""

@@ -1,5 +1,6 @@
 """Short causal depthwise convolution over the tokens of a row (Mamba; Gu & Dao 2023)."""
 
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -12,21 +13,21 @@ from nnxmoe.layers.cache_buffer import gather_tokens
 
 
 def recent_tokens(
-    inputs: Shaped[Array, "B _ ..."], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None, count: int
+    inputs: Shaped[Array, "B _ ..."], indices: Int[Array, "B n"], segment: Int[Array, "B T"] | None, count: int
 ) -> Shaped[Array, "B n count ..."]:
-    """Gather the last ``count`` tokens up to each index in ``places``. Tokens of other segments are set to zero.
+    """Gather the last ``count`` tokens up to each index in ``indices``. Tokens of other segments are set to zero.
 
     Args:
         inputs: The ``count`` tokens before a pass, in segment 0, followed by the tokens of the pass.
-        places: Indices of tokens of the pass.
+        indices: Indices of tokens of the pass.
         segment: Segment of each token of the pass. If ``None``, all tokens are in segment 0.
         count: Number of tokens to gather per index.
     """
-    places = jnp.maximum(places, 0)[:, :, None] + 1 + jnp.arange(count)
-    tokens = gather_tokens(inputs, places)
+    indices = jnp.maximum(indices, 0)[:, :, None] + 1 + jnp.arange(count)
+    tokens = gather_tokens(inputs, indices)
     if segment is None:
         return tokens
-    segments = gather_tokens(jnp.pad(segment, ((0, 0), (count, 0))), places)
+    segments = gather_tokens(jnp.pad(segment, ((0, 0), (count, 0))), indices)
     same_segment = segments == segments[:, :, -1:]
     return jnp.where(same_segment.reshape(*same_segment.shape, *(1,) * (inputs.ndim - 2)), tokens, 0)
 
@@ -34,11 +35,11 @@ def recent_tokens(
 class ShortConv(nnx.Module):
     """Short depthwise convolution ``silu(sum_j w[j] x[t - (taps - 1 - j) * dilation] + bias)``, computed in float32.
 
-    The weight is ``[channels, 1, taps]``, as in checkpoints. If ``linear``, there is no ``silu``.
+    The weight is ``[channels, 1, taps]``, as in checkpoints. ``activation`` replaces ``silu``.
     """
 
     bias: Any = None
-    linear: bool = False
+    activation: Callable[[Array], Array] = staticmethod(jax.nn.silu)
     dilation: int = 1
 
     def __init__(
@@ -47,7 +48,7 @@ class ShortConv(nnx.Module):
         taps: int,
         *,
         bias: bool = False,
-        linear: bool = False,
+        activation: Callable[[Array], Array] = jax.nn.silu,
         dilation: int = 1,
         **kw: Unpack[ParamOptions],
     ):
@@ -55,7 +56,7 @@ class ShortConv(nnx.Module):
         init, zeros = nnx.initializers.normal(taps**-0.5), nnx.initializers.zeros
         self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, **kw)
         self.bias = parameter((channels,), ("mlp",), zeros, **kw) if bias else None
-        self.linear = linear
+        self.activation = activation
 
     @property
     def taps(self) -> int:
@@ -99,16 +100,16 @@ class ShortConv(nnx.Module):
             outputs += term
         if self.bias is not None:
             outputs += jnp.broadcast_to(self.bias[...].astype(jnp.float32), outputs.shape)
-        return (outputs if self.linear else jax.nn.silu(outputs)).astype(x.dtype), inputs
+        return self.activation(outputs).astype(x.dtype), inputs
 
     def windows(
-        self, inputs: Float[Array, "B _ channels"], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None
+        self, inputs: Float[Array, "B _ channels"], indices: Int[Array, "B n"], segment: Int[Array, "B T"] | None
     ) -> Float[Array, "B n _ channels"]:
-        """Gather the last `window_size` tokens up to each index in ``places``; see `recent_tokens`.
+        """Gather the last `window_size` tokens up to each index in ``indices``; see `recent_tokens`.
 
         ``inputs`` is the second output of ``__call__``, the concatenation of window and input tokens.
         """
-        return recent_tokens(inputs, places, segment, self.window_size)
+        return recent_tokens(inputs, indices, segment, self.window_size)
 
 
 class SeparateConvs(ShortConv):

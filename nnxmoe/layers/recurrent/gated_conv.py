@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar, Unpack
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -31,7 +32,7 @@ class GatedShortConv(nnx.Module):
 
     def __init__(self, dim: int, *, taps: int, bias: bool, **kw: Unpack[ParamOptions]):
         self.project = Linear((dim,), (3 * dim,), ("embed", "mlp"), bias=bias, **kw)
-        self.conv = ShortConv(dim, taps, bias=bias, linear=True, **kw)
+        self.conv = ShortConv(dim, taps, bias=bias, activation=jax.nn.identity, **kw)
         self.out = Linear((dim,), (dim,), ("mlp", "embed"), bias=bias, **kw)
 
     def __call__(

@@ -177,10 +177,10 @@ class NGramBranch(nnx.Module):
         values = self._gated_values(tokens.sort(x), embeddings)
         conv, conv_inputs = self.conv(self.conv_norm(values).reshape(batch, length, -1), conv_window, tokens.segment)
         if cache is not None:
-            places = tokens.count[:, None] - 1 + jnp.arange(-cache.lookahead, 1)
-            ids_after = recent_tokens(ids, places, tokens.segment, window.shape[1])
-            state = ids_after, self.conv.windows(conv_inputs, places, tokens.segment)
-            cache = cache.write(state, tokens.token_indices(places))
+            indices = tokens.count[:, None] - 1 + jnp.arange(-cache.lookahead, 1)
+            ids_after = recent_tokens(ids, indices, tokens.segment, window.shape[1])
+            state = ids_after, self.conv.windows(conv_inputs, indices, tokens.segment)
+            cache = cache.write(state, tokens.token_indices(indices))
         return tokens.unsort(values + conv.reshape(x.shape)), cache
 
     def _previous_tokens(self, ids: Int[Array, "B _"], tokens: OrderedTokens) -> list[Int[Array, "B T"]]:
@@ -192,11 +192,11 @@ class NGramBranch(nnx.Module):
         segment = None if tokens.segment is None else jnp.pad(tokens.segment, ((0, 0), (count, 0)))
         previous, in_reach = [ids[:, count:] - 1], jnp.bool_(True)
         for start in reversed(range(count)):
-            places = slice(start, ids.shape[1] - count + start)
-            in_reach &= (ids[:, places] != NO_TOKEN) & (ids[:, places] != eos + 1)
+            indices = slice(start, ids.shape[1] - count + start)
+            in_reach &= (ids[:, indices] != NO_TOKEN) & (ids[:, indices] != eos + 1)
             if segment is not None:
-                in_reach &= segment[:, places] == tokens.segment
-            previous.append(jnp.where(in_reach, ids[:, places] - 1, eos))
+                in_reach &= segment[:, indices] == tokens.segment
+            previous.append(jnp.where(in_reach, ids[:, indices] - 1, eos))
         return previous
 
     def _gated_values(
