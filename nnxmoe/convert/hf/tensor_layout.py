@@ -177,7 +177,8 @@ def report_tensors(
     towers = group_towers(unused_names)
     skipped = {f"{tower} (outside the text model)": tuple(sorted(names)) for tower, names in towers.items()}
     unused_names -= {name for names in towers.values() for name in names}
-    for rule, test in _skip_rules(model, unused_names, layouts, arrays).items():
+    rules = _skip_rules(model, unused_names, layouts, arrays) if unused_names else {}
+    for rule, test in rules.items():
         names = tuple(sorted(name for name in unused_names if test(name)))
         unused_names -= set(names)
         if names:
