@@ -100,10 +100,11 @@ def random_inputs(length: int, seed: int, segments: bool, channels: bool = False
     return DeltaInputs._make((*arrays, run)), jnp.asarray(rng.standard_normal((batch, values, 8, 5)), jnp.float32)
 
 
+RULES = [chunk_delta_rule, functools.partial(chunk_delta_rule, has_correction=False), chunk_channelwise_delta_rule]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [chunk_delta_rule, functools.partial(chunk_delta_rule, has_correction=False), chunk_channelwise_delta_rule]
-)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("segments", [False, True])
 def test_chunks_are_steps(segments: bool, rule: Callable[..., Any]) -> None:
     """For lengths around a chunk's, and chunks that do not divide them; the state after them too."""
@@ -129,6 +130,47 @@ def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length:
     wanted = jax.grad(lambda arrays: loss(recurrent_delta_rule, arrays))(arrays)
     for one, other in zip(ours, wanted, strict=True):
         assert max_error(one, other) < 5 * PART_TOLERANCE and float(jnp.abs(other).max()) > 1e-3
+
+
+def float64_steps(inputs: DeltaInputs, state: jax.Array, has_correction: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and last state of the recurrence in NumPy and float64, for inputs without segments."""
+    q, k, v, g, beta = (np.moveaxis(np.asarray(a, np.float64), 1, 0) for a in inputs[:5])
+    q, k = (np.repeat(a, v.shape[2] // k.shape[2], axis=2) for a in (q, k))
+    outputs, last = np.zeros_like(v), np.asarray(state, np.float64)
+    for t, decay in enumerate(np.exp(g.reshape(*v.shape[:3], -1))):
+        last = last * decay[..., None]
+        update = v[t] - has_correction * np.einsum("bnhw,bnh->bnw", last, k[t])
+        last = last + np.einsum("bnh,bn,bnw->bnhw", k[t], beta[t], update)
+        outputs[t] = np.einsum("bnhw,bnh->bnw", last, q[t])
+    return np.moveaxis(outputs, 0, 1), last
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("length", [37, TOKENS + 1])
+@pytest.mark.parametrize("rule", RULES)
+def test_strong_decays_do_not_lose_digits(rule: Callable[..., Any], length: int) -> None:
+    """With log decays of -20 to -100 between small ones: outputs, states and gradients."""
+    inputs, state = random_inputs(length, length, False, rule is chunk_channelwise_delta_rule)
+    rng, options = np.random.default_rng(0), getattr(rule, "keywords", {})
+    is_strong = jnp.asarray(rng.random(inputs.g.shape) < 0.5)
+    inputs = inputs._replace(g=jnp.where(is_strong, -rng.uniform(20, 100, inputs.g.shape), inputs.g))
+
+    def run(rule: Callable[..., Any], arrays: Any) -> Any:
+        def loss(arrays: Any) -> Any:
+            out, last = rule(DeltaInputs(*arrays[:5], None), arrays[5])
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(last)), (out, last)
+
+        (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+        return (*results, *gradients)
+
+    def last_state(inputs: DeltaInputs, state: jax.Array) -> Any:
+        outputs, states = recurrent_delta_rule(inputs, state, **options)
+        return outputs, states[:, -1]
+
+    arrays = (*inputs[:5], state)
+    gradients = run(last_state, arrays)[2:]
+    for found, exact in zip(run(rule, arrays), (*float64_steps(inputs, state, **options), *gradients), strict=True):
+        assert max_error(found, exact) < 1e-6 * np.abs(exact).max()
 
 
 def packed_output(layer: GatedDeltaNet) -> np.ndarray:

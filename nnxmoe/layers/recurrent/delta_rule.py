@@ -120,9 +120,9 @@ def chunk_delta_rule(
 
     q, k = (split(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
     v, g, beta = split(inputs.v, keys, groups, width), split(inputs.g, keys, groups), split(inputs.beta, keys, groups)
-    cumsum, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
-    log_decay = cumsum[..., :, None] - cumsum[..., None, :]  # log decay between two tokens
-    from_start, to_end = jnp.exp(cumsum), cumsum[..., -1:] - cumsum
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    log_decay = _sums_between(g)
+    from_start, to_end = jnp.exp(jnp.cumsum(g, axis=-1)), log_decay[..., -1, :]
     if inputs.segment is not None:  # tokens do not depend on other segments
         segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
         segment = jnp.moveaxis(segment.reshape(batch, count, size), 1, 0)
@@ -152,6 +152,15 @@ def chunk_delta_rule(
     state, outputs = jax.lax.scan(step, state.reshape(batch, keys, groups, *state.shape[2:]), chunks)
     outputs = jnp.moveaxis(outputs, (0, 4), (1, 2)).reshape(batch, count * size, heads, width)
     return outputs[:, :length], state.reshape(batch, heads, *state.shape[3:])
+
+
+def _sums_between(g: Float[Array, "*b C"]) -> Float[Array, "*b C C"]:
+    """Compute ``sum(g[d + 1 : c + 1])`` for each pair of tokens c > d, else 0, as ``[*b c d]``.
+
+    Differences of cumulative sums would lose digits if other elements of ``g`` are large.
+    """
+    ones = jnp.tril(jnp.ones((g.shape[-1], g.shape[-1]), g.dtype))
+    return einsum_highest("...ct,td->...cd", ones * g[..., None, :], jnp.tril(ones, -1))
 
 
 def _chunk_size_and_count(length: int, chunk: int) -> tuple[int, int]:
@@ -194,9 +203,8 @@ def chunk_channelwise_delta_rule(
         return jnp.moveaxis(a.reshape(batch, count, size, *a.shape[2:]), (1, 3), (0, 2))
 
     q, k, v, g, beta = map(split, inputs[:5])
-    cumsum = jnp.cumsum(g, axis=-2)
-    system, scores = _decayed_products(k, k, cumsum), _decayed_products(q, k, cumsum)
-    from_start, to_end = jnp.exp(cumsum), jnp.exp(cumsum[..., -1:, :] - cumsum)
+    system, from_start, to_end = _decayed_products(k, k, g)
+    scores, _, _ = _decayed_products(q, k, g)
     if inputs.segment is not None:  # tokens do not depend on other segments
         segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
         segment = jnp.moveaxis(segment.reshape(batch, count, size), 1, 0)[:, :, None]
@@ -221,31 +229,39 @@ def chunk_channelwise_delta_rule(
     return outputs[:, :length], state
 
 
-def _decayed_products(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], cumsum: Float[Array, "*b C H"]) -> Array:
-    """Compute ``sum_h x[c, h] k[d, h] exp(cumsum[c, h] - cumsum[d, h])`` for d <= c, else 0, as ``[*b C C]``.
+def _decayed_products(
+    x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], g: Float[Array, "*b C H"]
+) -> tuple[Float[Array, "*b C C"], Float[Array, "*b C H"], Float[Array, "*b C H"]]:
+    """Compute ``sum_h x[c, h] k[d, h] exp(sum(g[d + 1 : c + 1, h]))`` for d <= c, else 0, as ``[*b c d]``.
 
     C must be a power of 2. Pairs of diagonal blocks are merged until a single block remains. If c is in the later block
-    of a pair and d is in the earlier block, the exponent is split at the first token of the later block. Both parts of
-    the exponent are at most 0, so the exponentials do not overflow. Each exponential scales one operand of a matrix
-    product.
+    of a pair and d is in the earlier block, the exponent is split at the end of the earlier block. Both parts of the
+    exponent are at most 0, so the exponentials do not overflow. Each exponential scales one operand of a matrix
+    product. Both parts are sums of ``g``, because differences of cumulative sums would lose digits.
 
     Do not write the small products as sums, and do not batch two ``x`` in one call. The gradients of both variants
     segfault on XLA:CPU with jax 0.10.2, because of out-of-bounds writes. jax 0.12.0 is not affected.
+
+    Returns:
+        The products, the decays from the start to each token and the decays from each token to the end.
     """
     lead, size = k.shape[:-2], k.shape[-2]
     products, block = jnp.sum(x * k, axis=-1)[..., None, None], 1
+    from_start, to_end = g, jnp.zeros_like(g)  # sums of g within the blocks
     while block < size:
 
         def halves(a: Array, block: int = block) -> tuple[Array, Array]:
             blocks = a.reshape(*lead, size // (2 * block), 2, block, -1)
             return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
-        early_sum, late_sum = halves(cumsum)
-        pivot = late_sum[..., :1, :]
-        rows, columns = halves(x)[1] * jnp.exp(late_sum - pivot), halves(k)[0] * jnp.exp(pivot - early_sum)
+        (early_start, late_start), (early_end, late_end) = halves(from_start), halves(to_end)
+        rows, columns = halves(x)[1] * jnp.exp(late_start), halves(k)[0] * jnp.exp(early_end)
         corner = einsum_highest("...ch,...dh->...cd", rows, columns)
         early_products, late_products = halves(products)
         upper = jnp.concatenate([early_products, jnp.zeros_like(corner)], axis=-1)
         products = jnp.concatenate([upper, jnp.concatenate([corner, late_products], axis=-1)], axis=-2)
+        from_start = jnp.concatenate([early_start, early_start[..., -1:, :] + late_start], axis=-2)
+        to_end = jnp.concatenate([early_end + late_start[..., -1:, :], late_end], axis=-2)
         block *= 2
-    return products.reshape(*lead, size, size)
+    from_start, to_end = (jnp.exp(a.reshape(g.shape)) for a in (from_start, to_end))
+    return products.reshape(*lead, size, size), from_start, to_end
