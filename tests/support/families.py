@@ -452,7 +452,7 @@ def _kimi_k3(rng: random.Random) -> Fields:
         "routed_expert_hidden_size": rng.choice([None, 12, 20]),
         "latent_moe_use_norm": rng.random() < 0.7,
         "mla_use_output_gate": rng.random() < 0.7,
-        "linear_lower_bound": rng.choice([-1.0, -2.0, -0.5]),  # kimi_linear has none
+        "linear_lower_bound": rng.choice([None, -5.0, -1.0]),
         "linear_full_rank_gate": rng.random() < 0.7,
     }
 
