@@ -268,8 +268,14 @@ def test_configs_that_do_not_fit_are_refused(fields: dict[str, Any], message: st
 def test_gradients_reach_the_table(made: Made) -> None:
     case, model = made
     tokens = jnp.asarray(case.arrays["tokens"])
-    table = jax.grad(
-        lambda state, graph: jnp.sum(nnx.merge(graph, state).logits(nnx.merge(graph, state).body(tokens).x) ** 2)
-    )(*reversed(nnx.split(model)))["stacks"][1]["layers"][0]["ngram"]["embed"]["table"].get_value()
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    @jax.grad
+    def gradients(state: nnx.State) -> Any:
+        merged = nnx.merge(graph, state)
+        return jnp.sum(merged.logits(merged.body(tokens).x) ** 2)
+
+    table = gradients(state)["stacks"][1]["layers"][0]["ngram"]["embed"]["table"].get_value()
     used = np.abs(np.asarray(table)).max(axis=1) > 0
     assert 0 < used.sum() < len(used)  # only the rows of the tokens' n-grams
