@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
     from nnxmoe.models.deepseek_v4 import DeepSeekV4, DeepSeekV4Config
     from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
+    from nnxmoe.models.deepseek_v41 import DeepSeekV41, DeepSeekV41TextConfig
     from nnxmoe.models.dots1 import Dots1, Dots1Config
     from nnxmoe.models.ernie4_5_moe import Ernie45Moe, Ernie45MoeConfig, Ernie45VLMoeTextConfig
     from nnxmoe.models.exaone4 import Exaone4, Exaone4Config
@@ -93,23 +94,25 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT_NOTES", "FAMILIES", "HUB_IDS", "MODELS", "PRESETS", "Afmoe", "AfmoeConfig", "BailingHybrid",
     "BailingHybridConfig", "DeepSeekV2", "DeepSeekV2Config", "DeepSeekV3", "DeepSeekV3Config", "DeepSeekV4",
-    "DeepSeekV4Config", "DeepSeekV32", "DeepSeekV32Config", "Dots1", "Dots1Config", "Ernie45Moe", "Ernie45MoeConfig",
-    "Ernie45VLMoeTextConfig", "Exaone4", "Exaone4Config", "ExaoneMoe", "ExaoneMoeConfig", "Family", "Gemma3Text",
-    "Gemma3TextConfig", "Gemma4Text", "Gemma4TextConfig", "Glm4Moe", "Glm4MoeConfig", "Glm4MoeLite",
-    "Glm4MoeLiteConfig", "Glm4vMoeTextConfig", "Glm5NextText", "Glm5NextTextConfig", "GlmMoeDsa", "GlmMoeDsaConfig",
-    "GptOss", "GptOssConfig", "Granite", "GraniteConfig", "GraniteMoe", "GraniteMoeConfig", "GraniteMoeHybrid",
-    "GraniteMoeHybridConfig", "GraniteMoeSharedConfig", "HyV3", "HyV3Config", "HyV4", "HyV4Config", "HyV4VLTextConfig",
-    "KimiK2", "KimiK2Config", "KimiK3", "KimiK3Config", "KimiLinear", "KimiLinearConfig", "Laguna", "LagunaConfig",
-    "Lfm2", "Lfm2Config", "Lfm2MoeConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig", "MiMoV2Flash",
-    "MiMoV2FlashConfig", "MiniMaxM2", "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig", "Ministral3",
-    "Ministral3Config", "Mistral4", "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig", "NemotronH",
-    "NemotronHConfig", "Olmo3", "Olmo3Config", "Olmoe", "OlmoeConfig", "Phi3", "Phi3Config", "Qwen2", "Qwen2Config",
-    "Qwen2Moe", "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig",
+    "DeepSeekV4Config", "DeepSeekV32", "DeepSeekV32Config", "DeepSeekV41", "DeepSeekV41TextConfig", "Dots1",
+    "Dots1Config", "Ernie45Moe", "Ernie45MoeConfig", "Ernie45VLMoeTextConfig", "Exaone4", "Exaone4Config",
+    "ExaoneMoe", "ExaoneMoeConfig", "Family", "Gemma3Text", "Gemma3TextConfig", "Gemma4Text", "Gemma4TextConfig",
+    "Glm4Moe", "Glm4MoeConfig", "Glm4MoeLite", "Glm4MoeLiteConfig", "Glm4vMoeTextConfig", "Glm5NextText",
+    "Glm5NextTextConfig", "GlmMoeDsa", "GlmMoeDsaConfig", "GptOss", "GptOssConfig", "Granite", "GraniteConfig",
+    "GraniteMoe", "GraniteMoeConfig", "GraniteMoeHybrid", "GraniteMoeHybridConfig", "GraniteMoeSharedConfig",
+    "HyV3", "HyV3Config", "HyV4", "HyV4Config", "HyV4VLTextConfig", "KimiK2", "KimiK2Config", "KimiK3",
+    "KimiK3Config", "KimiLinear", "KimiLinearConfig", "Laguna", "LagunaConfig", "Lfm2", "Lfm2Config",
+    "Lfm2MoeConfig", "Llama", "LlamaConfig", "Mellum", "MellumConfig", "MiMoV2Flash", "MiMoV2FlashConfig",
+    "MiniMaxM2", "MiniMaxM2Config", "MiniMaxM3VLText", "MiniMaxM3VLTextConfig", "Ministral3", "Ministral3Config",
+    "Mistral4", "Mistral4Config", "MistralConfig", "Mixtral", "MixtralConfig", "NemotronH", "NemotronHConfig",
+    "Olmo3", "Olmo3Config", "Olmoe", "OlmoeConfig", "Phi3", "Phi3Config", "Qwen2", "Qwen2Config", "Qwen2Moe",
+    "Qwen2MoeConfig", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Qwen3Next", "Qwen3NextConfig",
     "Qwen3OmniMoeTextConfig", "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig",
-    "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "Qwen4ExpText", "Qwen4ExpTextConfig",
-    "SarvamMLA", "SarvamMLAConfig", "SarvamMoE", "SarvamMoEConfig", "SmolLM3", "SmolLM3Config", "SolarOpen",
-    "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf", "family_of", "is_registered",
-    "model_class", "near_presets", "parse_config", "preset", "refuse_preset", "register",
+    "Qwen3_5MoeText", "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "Qwen4ExpText",
+    "Qwen4ExpTextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE", "SarvamMoEConfig", "SmolLM3",
+    "SmolLM3Config", "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf",
+    "family_of", "is_registered", "model_class", "near_presets", "parse_config", "preset", "refuse_preset",
+    "register",
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from nnxmoe.layers.attention.compressed import Compressor
 from nnxmoe.layers.attention.shared_kv import EntryIndexer, SharedKV, SharedKVDims
 from nnxmoe.layers.hyper import CollapsedNorm
 from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import TrailingPairs
 from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.models.shared.deepseek_v4_names import HF_DEEPSEEK_V4, MAXTEXT_DEEPSEEK_V4
@@ -112,13 +113,12 @@ class DeepSeekV4Config(DecoderConfig):
 
     def _check(self) -> None:
         super()._check()
-        ratios = self.compress_ratios or ()
-        if unsupported := [ratio for ratio in ratios if ratio not in TYPE_OF_RATIO]:
-            raise ConfigError(f"compress_ratios: {short(unsupported[0])} is not supported; supported: 0, 4 and 128")
-        if ratios and len(ratios) < self.num_hidden_layers:
+        ratios = self.compress_ratios
+        if ratios is not None and len(ratios) < self.num_hidden_layers:
             raise ConfigError(
                 f"compress_ratios lists {len(ratios)} layers, not {self.num_hidden_layers} as in num_hidden_layers"
             )
+        self._check_ratios()
         if self.kv_heads != 1:
             raise ConfigError(f"num_key_value_heads {self.kv_heads} is not supported; supported: 1")
         if self.num_attention_heads % self.o_groups:
@@ -128,6 +128,10 @@ class DeepSeekV4Config(DecoderConfig):
         if self.rope_dim > min(self.head_width, self.index_head_dim):
             raise ConfigError(f"{self.rope_field} {self.rope_dim} is more than head_dim or index_head_dim")
         _ = self.compressed_rope, self.rates
+
+    def _check_ratios(self) -> None:
+        if unsupported := [ratio for ratio in self.compress_ratios or () if ratio not in TYPE_OF_RATIO]:
+            raise ConfigError(f"compress_ratios: {short(unsupported[0])} is not supported; supported: 0, 4 and 128")
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +228,7 @@ class DeepSeekV4(StreamedLM):
             )
         return c.num_hidden_layers
 
-    def final_norm(self, **kw: Unpack[ParamOptions]) -> CollapsedNorm:
+    def final_norm(self, **kw: Unpack[ParamOptions]) -> RMSNorm:
         c = self.config
         return CollapsedNorm(c.hidden_size, c.hc_mult, eps=c.hc_eps, norm_eps=c.rms_norm_eps, **kw)
 
@@ -241,8 +245,10 @@ class DeepSeekV4(StreamedLM):
 
         indexer = None
         if attention_type == SPARSE:
-            keys = compressor(c.index_head_dim)
-            indexer = EntryIndexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
+            indexer = EntryIndexer(
+                c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim,
+                k=c.index_topk, rotary=rope, keys=compressor(c.index_head_dim), **kw,
+            )  # fmt: skip
         return SharedKV(
             c.hidden_size,
             SharedKVDims(c.num_attention_heads, c.head_width, c.q_lora_rank, c.o_lora_rank, c.o_groups),
@@ -255,13 +261,17 @@ class DeepSeekV4(StreamedLM):
             **kw,
         )
 
+    @property
+    def expert_selection(self) -> SqrtSoftplusTopK:
+        """Selection of the routed experts."""
+        return SqrtSoftplusTopK(self.config.num_experts_per_tok, self.config.routed_scaling_factor)
+
     def feed_forward(self, index: int, **kw: Unpack[ParamOptions]) -> MoE:
         c, dim = self.config, self.config.hidden_size
-        select = SqrtSoftplusTopK(c.num_experts_per_tok, c.routed_scaling_factor)
         if index < c.num_hidden_layers and c.hashed_layers[index]:
-            router = HashRouter(dim, c.n_routed_experts, select, c.vocab_size, **kw)
+            router = HashRouter(dim, c.n_routed_experts, self.expert_selection, c.vocab_size, **kw)
         else:
-            router = Router(dim, c.n_routed_experts, select, bias=True, **kw)
+            router = Router(dim, c.n_routed_experts, self.expert_selection, bias=True, **kw)
         activation = LimitedSwiGLU(c.swiglu_limit)
         shared = MLP(dim, c.moe_intermediate_size, bias=False, activation=activation, **kw)
         return self.moe(router, c.moe_intermediate_size, shared, activation=activation, **kw)

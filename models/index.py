@@ -43,6 +43,7 @@ MODULES: dict[str, ModuleEntry] = {
     "glm_moe_dsa": ModuleEntry("glm_moe_dsa", "GlmMoeDsa GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "hy_v4": ModuleEntry("hy_v4 hy_v4_vl_text", "HyV4 HyV4Config HyV4VLTextConfig", "HYV4ForCausalLM"),
     "deepseek_v4": ModuleEntry("deepseek_v4", "DeepSeekV4 DeepSeekV4Config", "DeepseekV4ForCausalLM"),
+    "deepseek_v41": ModuleEntry("deepseek_v41_text", "DeepSeekV41 DeepSeekV41TextConfig", "DeepseekV41ForCausalLM"),
     "qwen3_vl": ModuleEntry(
         "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text",
         "Qwen3VLText Qwen3VLTextConfig Qwen3VLMoeText Qwen3VLMoeTextConfig Qwen3OmniMoeTextConfig",

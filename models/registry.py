@@ -79,6 +79,9 @@ class PresetTable(Mapping[str, Value]):
                 return values[name]
         return self._published(name)
 
+    def __contains__(self, name: object) -> bool:
+        return any(name == preset for preset in self)  # without the import of the preset's family
+
     def __iter__(self) -> Iterator[str]:
         published = (name for name, entry in _published().items() if self._field in entry)
         registered = (name for family in REGISTERED.values() for name in getattr(family, self._attribute))
@@ -140,7 +143,8 @@ def _published() -> dict[str, dict[str, Any]]:
 @functools.cache
 def _published_config(name: str) -> DecoderConfig:
     entry = _published()[name]
-    return _family_and_config(entry["model_type"], {})[1](**entry["config"])
+    _, config = _family_and_config(entry["model_type"], {})
+    return config(**entry["config"])
 
 
 FAMILIES = LazyTable(_types, lambda model_type: _family_and_config(model_type, REGISTERED)[0])  # model_type -> family

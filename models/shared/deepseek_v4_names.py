@@ -3,13 +3,14 @@
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 
-# Key of a parameter -> (name in DeepSeek's files, name in transformers).
+# Key of a parameter -> name in DeepSeek's files, and name in transformers.
 _LAYER = {
     "attention_norm.scale": ("attn_norm.weight", "input_layernorm.weight"),
     "moe_norm.scale": ("ffn_norm.weight", "post_attention_layernorm.weight"),
     "attention.sinks.scores": ("attn.attn_sink", "self_attn.sinks"),
     "attention.q_norm.scale": ("attn.q_norm.weight", "self_attn.q_a_norm.weight"),
-    "attention.kv_norm.scale": ("attn.norm.weight", "self_attn.kv_norm.weight"),
+    # transformers saves the norm as ``attn.norm``, although DeepSeek's files name it ``attn.kv_norm``.
+    "attention.kv_norm.scale": ("attn.norm.weight", "attn.kv_norm.weight", "self_attn.kv_norm.weight"),
     "attention.indexer.q.kernel": ("attn.indexer.wq_b.weight", "self_attn.compressor.indexer.q_b_proj.weight"),
     "attention.indexer.weights.kernel": (
         "attn.indexer.weights_proj.weight", "self_attn.compressor.indexer.scorer.weights_proj.weight"
@@ -57,7 +58,7 @@ HF_DEEPSEEK_V4 |= {
     f"norm.weights.{part}": (W(f"model.hc_head.hc_{end}"), W(f"model.hc_head_{end}"))
     for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
 }
-HF_DEEPSEEK_V4 |= {f"layer.{key}": (W(name), W(hf_name)) for key, (name, hf_name) in _LAYER.items()}
+HF_DEEPSEEK_V4 |= {f"layer.{key}": tuple(map(W, names)) for key, names in _LAYER.items()}
 HF_DEEPSEEK_V4 |= {
     f"layer.mtp.{key}": W(name)
     for key, name in (

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.hyper import Connection, HyperConnection, mix_streams
+from nnxmoe.layers.hyper import Connection, HyperConnection, collapse_streams, mix_streams
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.recurrent.ngram import NGramBranch
 from nnxmoe.model.causal_lm import CausalLM
@@ -65,6 +65,32 @@ class NGramStreamed(Streamed):
         """Create empty caches for the attention and for the `NGramBranch`."""
         attention_cache = super().empty_cache(batch, capacity, dtype, lookahead)
         return attention_cache, self.ngram.empty_cache(batch, dtype, lookahead)
+
+
+class SinglePassStreamed(Streamed):
+    """A `Streamed` layer that reads the streams with the weights of the previous connection (DeepSeek-V4.1, 2026).
+
+    The attention uses the weights of the previous layer's feed-forward. The feed-forward uses the weights of this
+    layer's attention. Layers also pass `SharedEntries` to the next layer.
+    """
+
+    def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
+        attention: Any = self.attention
+        attention_streams: Any = self.attention_streams
+        feed_forward_streams: Any = self.feed_forward_streams
+        streams, weights, entries = x
+        feed_forward_weights, *factors = attention_streams.compute_weights(streams)
+        attention_input = Connection(collapse_streams(streams, weights), *factors)
+        y, entries, cache = attention.attend_and_share(
+            self.attention_norm(attention_input.x), entries, context=context, cache=cache
+        )
+        streams = mix_streams(context.output_tokens(streams), y, attention_input.output_tokens(context))
+        next_weights, *factors = feed_forward_streams.compute_weights(streams)
+        feed_forward_input = Connection(
+            collapse_streams(streams, context.output_tokens(feed_forward_weights)), *factors
+        )
+        y, info = self.feed_forward_branch(feed_forward_input.x, context=context)
+        return LayerOutput((mix_streams(streams, y, feed_forward_input), next_weights, entries), cache, info)
 
 
 class TokenAndStreams(nnx.Module):

@@ -100,7 +100,7 @@ class LongRope(LengthDependentRope):
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
-    attention_factor: float
+    attention_factor: float = dataclasses.field()  # Without `field`, the value of `Rope` would be the default.
 
     def length_with_cache(self, length: Int[Array, ""], capacity: int) -> int:
         return capacity
@@ -141,7 +141,7 @@ class YarnRope(Rope):
     beta_fast: float
     beta_slow: float
     truncate: bool
-    attention_factor: float
+    attention_factor: float = dataclasses.field()  # Without `field`, the value of `Rope` would be the default.
 
     def frequencies(self, length: Int[Array, ""] | int) -> Float[Array, "half"]:
         low, high = self._dimension(self.beta_fast), self._dimension(self.beta_slow)

@@ -97,7 +97,7 @@ def _look_up_shard(
 
 
 def is_embedding_table(variable: nnx.Variable) -> bool:
-    """Return whether a variable is the table of an `Embed`, of which a forward pass reads only a few rows."""
+    """Return whether a variable is the table of an `Embed`. A lookup reads one row per token."""
     is_table = isinstance(variable, nnx.Param) and axes_of(variable)[-2:] == ("vocab", "embed")
     return is_table and not is_kernel(variable)
 

@@ -85,6 +85,13 @@ class HyperConnection(nnx.Module):
         self.weights = StreamWeights(dim, streams, (streams, streams, streams**2), norm_eps, rngs=rngs)
 
     def __call__(self, streams: Float[Array, "B T streams D"]) -> Connection:
+        pre, post, mix = self.compute_weights(streams)
+        return Connection(collapse_streams(streams, pre), post, mix)
+
+    def compute_weights(
+        self, streams: Float[Array, "B T streams D"]
+    ) -> tuple[Float[Array, "B T streams"], Float[Array, "B T streams"], Float[Array, "B T streams streams"]]:
+        """Compute the weights of the streams in the module's input, `Connection.post` and `Connection.mix`."""
         n = self.streams
         pre, post, mix = jnp.split(self.weights(streams), [n, 2 * n], axis=-1)
         mix = jax.nn.softmax(mix.reshape(*mix.shape[:2], n, n), axis=-1) + self.eps
@@ -95,12 +102,11 @@ class HyperConnection(nnx.Module):
             return mix / (jnp.sum(mix, axis=-2, keepdims=True) + self.eps)
 
         mix = jax.lax.fori_loop(0, self.iterations - 1, normalize, mix)
-        x = collapse_streams(streams, jax.nn.sigmoid(pre) + self.eps)
-        return Connection(x, 2 * jax.nn.sigmoid(post), mix)
+        return jax.nn.sigmoid(pre) + self.eps, 2 * jax.nn.sigmoid(post), mix
 
 
-class IndependentConnection(HyperConnection):
-    """`HyperConnection` that does not mix the streams (Hy4, 2026).
+class IndependentConnection(nnx.Module):
+    """Connection of an attention or feed-forward module to streams that are not mixed (Hy4, 2026).
 
     Source: ``HYV4HyperConnection`` in transformers 5.24.
 
@@ -201,8 +207,12 @@ class StreamMixer(StreamNorm):
         weights = jax.nn.sigmoid(self.up(jax.nn.silu(self.down(normalized) / self.streams)))
         return jnp.mean(weights * normalized, axis=2)
 
+    def normalize(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T streams D"]:
+        """Normalize each stream."""
+        return super().__call__(x)
+
     def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
-        return self.mix(super().__call__(x))
+        return self.mix(self.normalize(x))
 
 
 class GatedConnection(StreamMixer):
@@ -217,7 +227,7 @@ class GatedConnection(StreamMixer):
         self.inject = Linear((streams, dim), (streams,), (None, None, None), **kw)
 
     def __call__(self, x: Float[Array, "B T streams D"]) -> Connection:  # pyright: ignore[reportIncompatibleMethodOverride]
-        normalized = StreamNorm.__call__(self, x)
+        normalized = self.normalize(x)
         return Connection(self.mix(normalized), 2 * jax.nn.sigmoid(self.inject(normalized) / self.streams))
 
 

@@ -658,6 +658,42 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for kind in ("gemma4_text", "mimo_v2_flash")
     ),
     ("deepseek_v4", {"rope_parameters": {"main": {"rope_theta": 5.0}}}, "has 'main', but must have both main and"),
+    ("deepseek_v41_text", {"engram_layer_ids": [1, 14]}, r"engram_layer_ids \[1, 14\]: memory layers"),
+    ("deepseek_v41_text", {"compress_ratios": [2] * 39}, "compress_ratios lists 39 layers, not 40"),
+    (
+        "deepseek_v41_text",
+        {"compress_ratios": [1 << 17] * 40},
+        "compress_ratios: expected integers from 0 to 65536, got 131072",
+    ),
+    ("deepseek_v41_text", {"kv_source_layer_ids": [3, 20]}, "layer 2 with compress ratio 2 requires that it or the"),
+    (
+        "deepseek_v41_text",
+        {"kv_source_layer_ids": [2, 8, 14]},
+        "layer 20 with compress ratio 1 requires that it or the",
+    ),
+    (
+        "deepseek_v41_text",
+        {"kv_source_layer_ids": [0, 2, 8, 14, 20]},
+        "kv_source_layer_ids: 0 is not a layer with compr",
+    ),
+    ("deepseek_v41_text", {"index_source_layer_ids": [1]}, "index_source_layer_ids: 1 is not a layer with compressed"),
+    (
+        "deepseek_v41_text",
+        {"index_source_layer_ids": [2, 20]},
+        "layer 8 with compress ratio 2 .* is in index_source_lay",
+    ),
+    (
+        "deepseek_v41_text",
+        {"candidate_source_layer_id": 14},
+        "candidate_source_layer_id 14 must be in index_source_lay",
+    ),
+    (
+        "deepseek_v41_text",
+        {"candidate_topk_blocks": 64},
+        "candidate_topk_blocks 64 with candidate_block_size 8 may",
+    ),
+    ("deepseek_v41_text", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+    ("deepseek_v41_text", {"gate_temp": 0}, "gate_temp must be a positive number, got 0"),
     ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported"),
     ("mimo_v2_flash", {"n_group": 3}, "n_group 3 must divide n_routed_experts 256"),
     (

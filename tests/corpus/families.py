@@ -43,6 +43,7 @@ MORE_EXPERTS = "as many experts again"  # other words where all are in one tenso
 # Faults that are none in a family, or that another field or tensor shows.
 ELSEWHERE = {
     "deepseek_v4": (WIDER, GROUPED, "groups that do not divide the experts", "more groups chosen than there are"),
+    "deepseek_v41_text": (WIDER, GROUPED, "groups that do not divide the experts", "more groups chosen than there are"),
     "qwen3_next": (WIDER,),
     "qwen3_5_moe_text": (WIDER,),
     "glm_moe_dsa": (WIDER,),

@@ -1,7 +1,8 @@
-"""Compressed keys, residual streams and routing by token ids: DeepSeek-V4's parts, with the frozen outputs of
-transformers (`tests.support.families`)."""
+"""Compressed keys, residual streams and routing by token ids: the parts of DeepSeek-V4 and V4.1, with the frozen
+outputs of transformers (`tests.support.families`)."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,14 @@ from nnxmoe import Int8Cache
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers import hyper
-from nnxmoe.layers.attention import compressed, shared_kv
+from nnxmoe.layers.attention import compressed, indexer, shared_kv
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.layers.rope import TrailingPairs
 from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels
 from nnxmoe.moe.selection import SqrtSoftplusTopK
 from tests.support.arrays import max_error
-from tests.support.families import NEW, PROMPT, load
+from tests.support.families import NEW, PROMPT, Frozen, load
 from tests.support.quantised import read_tensors, write_deepseek_v4
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed
 from tests.support.tiny import ORACLE, build, write_checkpoint
@@ -36,26 +37,31 @@ CASE = load(KIND)
 TOKENS, LOGITS = CASE.arrays["tokens"], CASE.arrays["logits"]
 
 
+@pytest.fixture(scope="module", params=[KIND, "deepseek_v41_text"])
+def case(request: pytest.FixtureRequest) -> Frozen:
+    return load(request.param)
+
+
 @pytest.fixture(scope="module")
-def model() -> nnxmoe.CausalLM:
-    return build(CASE.fields, CASE.weights, ORACLE)
+def model(case: Frozen) -> nnxmoe.CausalLM:
+    return build(case.fields, case.weights, ORACLE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(5, 1, 1, 7, 3), pytest.param((2, 9, 6), marks=pytest.mark.slow)])
-def test_any_split_of_a_prompt(model: nnxmoe.CausalLM, chunks: tuple[int, ...]) -> None:
+def test_any_split_of_a_prompt(model: nnxmoe.CausalLM, case: Frozen, chunks: tuple[int, ...]) -> None:
     """Windows of entries begin in one pass and end in another."""
     logits, _ = feed(model, TOKENS, chunks, mask=None, capacity=20)
-    assert max_error(logits, LOGITS) < MODEL_TOLERANCE
+    assert max_error(logits, case.arrays["logits"]) < MODEL_TOLERANCE
 
 
 @pytest.mark.slow
-def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM) -> None:
+def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM, case: Frozen) -> None:
     """Windows of entries are counted from the start of a segment, with a cache too."""
     lengths = 7, 10
     packed = np.concatenate([TOKENS[:1, :7], TOKENS[1:, :10]], axis=1)
     segments, positions = np.repeat([3, 1], lengths)[None], np.concatenate([np.arange(n) for n in lengths])[None]
-    wanted = np.concatenate([LOGITS[:1, :7], LOGITS[1:, :10]], axis=1)
+    wanted = np.concatenate([case.arrays["logits"][:1, :7], case.arrays["logits"][1:, :10]], axis=1)
     out = model(packed, segment_ids=segments, positions=positions)
     assert max_error(out.logits, wanted) < MODEL_TOLERANCE
     cache, found = model.empty_cache(1, 17), []
@@ -67,7 +73,7 @@ def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_taken_back(model: nnxmoe.CausalLM) -> None:
+def test_tokens_taken_back(model: nnxmoe.CausalLM, case: Frozen) -> None:
     """Entries and windows that rejected tokens have written are as if these had never been."""
     cache = model(TOKENS[:, :6], cache=model.empty_cache(2, 20, lookahead=4)).cache
     tried = model(np.roll(TOKENS, 1, axis=1)[:, 6:10], cache=cache).cache
@@ -76,15 +82,15 @@ def test_tokens_taken_back(model: nnxmoe.CausalLM) -> None:
     found = model(TOKENS[:, 6:10], cache=back)
     assert np.array_equal(found.logits, model(TOKENS[:, 6:10], cache=cache).logits)
     rest = model(TOKENS[:, 10:], cache=found.cache).logits
-    assert max_error(rest, LOGITS[:, 10:]) < MODEL_TOLERANCE
+    assert max_error(rest, case.arrays["logits"][:, 10:]) < MODEL_TOLERANCE
 
 
 @pytest.mark.slow
-def test_requests_of_an_engine(model: nnxmoe.CausalLM) -> None:
+def test_requests_of_an_engine(model: nnxmoe.CausalLM, case: Frozen) -> None:
     """Of different lengths, with drafts that are taken back: each as in transformers, alone."""
-    wanted = CASE.arrays["padded.greedy"]
+    wanted = case.arrays["padded.greedy"]
     prompts = [
-        row[used > 0].tolist() for row, used in zip(TOKENS[:, :PROMPT], CASE.arrays["mask"][:, :PROMPT], strict=True)
+        row[used > 0].tolist() for row, used in zip(TOKENS[:, :PROMPT], case.arrays["mask"][:, :PROMPT], strict=True)
     ]
     for draft in (None, nnxmoe.PromptLookup(3)):
         engine = Engine(model, slots=2, capacity=32, draft=draft)
@@ -94,14 +100,25 @@ def test_requests_of_an_engine(model: nnxmoe.CausalLM) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_of_queries(model: nnxmoe.CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries(model: nnxmoe.CausalLM, case: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of long passes is computed a block of queries at a time, each with its part of the window."""
-    mask = CASE.arrays["mask"]
+    mask = case.arrays["mask"]
     wanted = [eager_logits(model, TOKENS, used) for used in (None, mask)]
     monkeypatch.setattr(shared_kv, "MAX_QUERIES", 8)
+    monkeypatch.setattr(indexer, "BLOCK_SCORES", 1)
     for used, logits in zip((None, mask), wanted, strict=True):
         error = max_error(eager_logits(model, TOKENS, used), logits, np.ones_like(mask) if used is None else used)
         assert error < PART_TOLERANCE
+
+
+@pytest.mark.slow
+def test_names_of_deepseek(case: Frozen, tmp_path: Path) -> None:
+    """DeepSeek's own files have no prefix, and other names of the embedding and of the last sum."""
+    names = (("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"), ("model.", ""))
+    names += ((".attn.norm.", ".attn.kv_norm."),)
+    stored = {functools.reduce(lambda n, pair: n.replace(*pair), names, name): v for name, v in case.weights.items()}
+    loaded = nnxmoe.from_pretrained(write_checkpoint(tmp_path, case.fields, stored))
+    assert max_error(loaded(TOKENS).logits, case.arrays["logits"]) < MODEL_TOLERANCE
 
 
 @pytest.mark.slow
@@ -126,15 +143,15 @@ def closing_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def entries_from_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     old = shared_kv.SharedKV._attend_block
 
-    def block(self: Any, q: Any, kv: Any, mask: Any, entries: Any, index_queries: Any) -> Any:
+    def block(self: Any, q: Any, kv: Any, mask: Any, entries: Any) -> Any:
         slots = dataclasses.replace(entries.slots, index=jnp.minimum(entries.slots.index, 0))
-        return old(self, q, kv, mask, dataclasses.replace(entries, slots=slots), index_queries)
+        return old(self, q, kv, mask, dataclasses.replace(entries, slots=slots))
 
     monkeypatch.setattr(shared_kv.SharedKV, "_attend_block", block)
 
 
 def index_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_kv.jax.nn, "relu", lambda x: x)
+    monkeypatch.setattr(indexer.jax.nn, "relu", lambda x: x)
 
 
 def outputs_stay_rotated(monkeypatch: pytest.MonkeyPatch) -> None:

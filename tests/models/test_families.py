@@ -33,7 +33,8 @@ from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyB
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.attention.gqa import GQA, AllHeadsNorm, AttentionDims, QKNorm
 from nnxmoe.layers.attention.indexer import Indexer
-from nnxmoe.layers.hyper import IndependentConnection
+from nnxmoe.layers.attention.shared_kv import SharedKV
+from nnxmoe.layers.hyper import HyperConnection, IndependentConnection
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.recurrent.kimi_delta import unbounded_decays
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
@@ -346,7 +347,7 @@ WAYS: dict[str, Any] = {
 }
 # Recurrent, sparse and compressed attention; experts beside a dense feed-forward; tables of n-grams.
 MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid", "nemotron_h", "lfm2_moe"
-MECHANISMS += ("hy_v4", "kimi_k3", "qwen4_exp_text")
+MECHANISMS += ("hy_v4", "kimi_k3", "qwen4_exp_text", "deepseek_v41_text")
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -900,7 +901,7 @@ def rotate_leading_index_components(model: Any) -> None:
         x._rotate = functools.partial(Indexer._rotate, x)
 
 
-def connections(model: Any) -> Iterator[IndependentConnection]:
+def connections(model: Any) -> Iterator[HyperConnection | IndependentConnection]:
     for stack in model.stacks:
         for layer in stack.layers:
             yield from (layer.attention_streams, layer.feed_forward_streams)
@@ -920,6 +921,54 @@ def swap_stream_weights(model: Any) -> None:
     """The weights of the inputs for those of the outputs, and the other way round."""
     for x in connections(model):
         x.weights.base.set_value(jnp.roll(x.weights.base[...], x.weights.groups[0]))
+
+
+def select_all_entries(model: Any) -> None:
+    for x in (x.indexer for x in attentions(model) if x.indexer is not None):
+        x.k = 1 << 30
+
+
+def forget_candidates(model: Any) -> None:
+    for x in (x.indexer for x in attentions(model) if x.indexer is not None):
+        x.selects_candidates = False
+
+
+def candidates_of_single_entries(model: Any) -> None:
+    for x in (x.indexer for x in attentions(model) if x.indexer is not None):
+        x.blocks = dataclasses.replace(x.blocks, size=1)
+
+
+def normalize_queries(model: Any) -> None:
+    """As DeepSeek-V4 does."""
+    for x in attentions(model):
+        x.project_queries = functools.partial(SharedKV.project_queries, x)
+
+
+def rotate_entries_as_windows(model: Any) -> None:
+    for x in attentions(model):
+        x.rotary = model.config.rope
+
+
+def index_keys_without_norm(model: Any) -> None:
+    for x in (x.compressor for x in attentions(model) if x.compressor is not None):
+        x.indexer.norm = jax.nn.identity
+
+
+def mean_of_the_tokens(model: Any) -> None:
+    """Without gates."""
+    for x in (x.compressor for x in attentions(model) if x.compressor is not None and x.rate > 1):
+        x.gate.kernel.set_value(jnp.zeros_like(x.gate.kernel[...]))
+
+
+def equal_stream_weights(model: Any) -> None:
+    """Attention and feed-forward read the mean of the streams."""
+
+    def plant(connection: Any, streams: Any) -> Any:
+        weights, *factors = HyperConnection.compute_weights(connection, streams)
+        return jnp.full_like(weights, 1 / weights.shape[-1]), *factors
+
+    for x in connections(model):
+        x.compute_weights = functools.partial(plant, x)
 
 
 def forget_post_norms(model: Any) -> None:
@@ -1108,6 +1157,10 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("hy_v4", plant) for plant in (forget_sinks, forget_output_gate, forget_correction, bounds_of_other_experts)),
     *(("hy_v4", plant) for plant in (rotate_leading_index_components, forget_indexer, unit_magnitude)),
     *(("hy_v4", plant) for plant in (forget_stream_eps, swap_stream_weights)),
+    *(("deepseek_v41_text", plant) for plant in (select_all_entries, forget_candidates, candidates_of_single_entries)),
+    *(("deepseek_v41_text", plant) for plant in (normalize_queries, rotate_entries_as_windows, mean_of_the_tokens)),
+    *(("deepseek_v41_text", plant) for plant in (index_keys_without_norm, equal_stream_weights, swap_stream_weights)),
+    *(("deepseek_v41_text", plant) for plant in (select_with(temperature=1.0), forget_correction, forget_shared)),
 ]
 
 

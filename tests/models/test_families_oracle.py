@@ -37,14 +37,21 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
 MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 16}  # at least 40 with an indexer
 MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
-MORE |= {"minimax_m3_vl_text": 24, "nemotron_h": 40, "hy_v4": 24, "kimi_k3": 12, "qwen4_exp_text": 16}
+MORE |= {
+    "minimax_m3_vl_text": 24,
+    "nemotron_h": 40,
+    "hy_v4": 24,
+    "kimi_k3": 12,
+    "qwen4_exp_text": 16,
+    "deepseek_v41_text": 24,
+}
 MORE |= dict.fromkeys(("smollm3", "olmo3", "phi3", "gemma3_text", "exaone4"), 12)
 MORE |= dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid", "lfm2", "lfm2_moe"), 12)
 # Families whose names, or the order of these, differ.
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
 gemma4_text kimi_linear bailing_hybrid glm5_next_text step3p5
 nemotron_h minimax_m3_vl_text granite granitemoeshared granitemoehybrid lfm2 lfm2_moe
-smollm3 olmo3 phi3 gemma3_text exaone4 hy_v4 kimi_k3 qwen4_exp_text""".split()
+smollm3 olmo3 phi3 gemma3_text exaone4 hy_v4 kimi_k3 qwen4_exp_text deepseek_v41_text""".split()
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
@@ -160,7 +167,8 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):
-            assert getattr(ours, name) == getattr(theirs, name), name
+            value = getattr(theirs, name)
+            assert getattr(ours, name) == (tuple(value) if isinstance(value, list) else value), name
     if (rope := getattr(theirs, "rope_parameters", None)) is not None:
         assert ours.rope_theta == rope.get("full_attention", rope.get("main", rope))["rope_theta"]
     assert ours.kv_heads == theirs.num_key_value_heads

@@ -1,5 +1,6 @@
 """Checkpoints of multimodal models, of which the text model is loaded, listed, saved and adapted."""
 
+import functools
 import itertools
 import json
 import logging
@@ -341,6 +342,25 @@ def test_kimi_k3_as_published(tmp_path: Path, keep: bool) -> None:
     assert (report.towers, report.unexpected) == (("mm_projector", "vision_tower"), ())
     flat = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "flat", fields, plain))
     assert max_error(model(tokens).logits, flat(tokens).logits) < (2e-4 if keep else 1e-6)
+
+
+@pytest.mark.slow
+def test_deepseek_v41_as_published(tmp_path: Path) -> None:
+    """DeepSeek's names, towers, draft layers, and a correction bias for image tokens; memory layers are refused."""
+    case = load("deepseek_v41_text")
+    names = (("model.embed_tokens.", "embed."), ("model.", ""))
+    stored = {functools.reduce(lambda n, pair: n.replace(*pair), names, name): v for name, v in case.weights.items()}
+    more = "vision.blocks.0.norm.weight", "aligner.w1.weight", "mtp.0.attn_norm.weight", "layers.0.ffn.gate.bias_vl"
+    stored |= {name: np.ones(2, np.float32) for name in more}
+    text = {name: value for name, value in case.fields.items() if name not in ("model_type", "architectures")}
+    around = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "text_config": text}
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "published", around, stored))
+    report = model.load_report
+    assert (report.towers, report.unexpected) == (("aligner", "vision"), ())
+    assert max_error(model(case.arrays["tokens"]).logits, case.arrays["logits"]) < MODEL_TOLERANCE
+    folder = write_checkpoint(tmp_path / "memory", around | {"text_config": text | {"engram_layer_ids": [1]}}, stored)
+    with pytest.raises(ConfigError, match=r"engram_layer_ids \[1\]: memory layers"):
+        nnxmoe.from_pretrained(folder)
 
 
 def test_published_text_models() -> None:

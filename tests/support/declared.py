@@ -43,7 +43,8 @@ def declared() -> dict[str, Any]:
         names = {field.name for field in dataclasses.fields(theirs)} | theirs.attribute_map.keys()
         mappings = transformers.AutoModelForCausalLM._model_mapping, transformers.AutoModel._model_mapping
         read = _reads(next(mapping for mapping in mappings if theirs in mapping)[theirs].__module__)
-        if (outer := outside.get(kind, kind.removesuffix("_text"))) != kind:
+        outer = outside.get(kind, kind.removesuffix("_text"))
+        if outer != kind and outer in transformers.CONFIG_MAPPING:
             wrapper = transformers.CONFIG_MAPPING[outer]
             for around in (
                 wrapper,

@@ -610,6 +610,30 @@ def _deepseek_v4(rng: random.Random) -> Fields:
     }
 
 
+def _deepseek_v41(rng: random.Random) -> Fields:
+    """Layers in runs of equal ratios. Some compute entries and some select; at most one selects candidates."""
+    removed = "compress_rates", "layer_types", "mlp_layer_types"
+    ratios = rng.choice([[0, 2, 2, 1, 1, 1], [3, 3, 0, 1, 1], [1, 1, 1, 1], [2, 2, 2, 0, 2], [0, 1, 3, 3, 3]])
+    earlier = [next((r for r in ratios[:i][::-1] if r), 0) for i in range(len(ratios))]
+    keys = [i for i, ratio in enumerate(ratios) if ratio and (ratio != earlier[i] or rng.random() < 0.2)]
+    more = [i for i, ratio in enumerate(ratios) if ratio and i not in keys and rng.random() < 0.6]
+    indexers = sorted({*keys, *more})
+    size = rng.choice([1, 2, 3])
+    topk = rng.choice([1, 2, 3, 40])
+    return _without(_deepseek_v4(rng), *removed) | {
+        "num_hidden_layers": len(ratios),
+        "compress_ratios": ratios + rng.choice([[], [0, 0]]),
+        "kv_source_layer_ids": keys,
+        "index_source_layer_ids": indexers,
+        "candidate_source_layer_id": rng.choice([-1, keys[-1], *(i for i in indexers if i >= keys[-1])]),
+        "candidate_topk_blocks": -(-(topk - 1) // size) + 1 + rng.choice([0, 1]),
+        "candidate_block_size": size,
+        "index_topk": topk,
+        "gate_temp": rng.choice([1.0, 0.5, 2.0]),
+        "rms_norm_eps": rng.choice([1e-20, 1e-6]),
+    }
+
+
 def _glm_moe_dsa(rng: random.Random) -> Fields:
     fields = _deepseek_v32(rng) | {"num_hidden_layers": (layers := rng.choice([3, 4])), "mlp_layer_types": None}
     kinds = ["full", *_kinds(rng, layers - 1, "full", "shared", "shared")]
@@ -981,6 +1005,7 @@ _DRAWS: dict[str, Callable[[random.Random], Fields]] = {
     "glm4_moe_lite": _glm_lite,
     "deepseek_v32": _deepseek_v32,
     "deepseek_v4": _deepseek_v4,
+    "deepseek_v41_text": _deepseek_v41,
     "glm_moe_dsa": _glm_moe_dsa,
     "hy_v4": _hy_v4,
     "qwen2": _qwen2,

@@ -15,7 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 from transformers.models.step3p7 import modeling_step3p7 as step3p7
 
-from tests.support import kimi_k3 as kimi_k3  # registers a model that transformers lacks
+from tests.support import deepseek_v41 as deepseek_v41  # registers a model that transformers lacks
+from tests.support import kimi_k3 as kimi_k3  # registers Kimi K3 in transformers
 from tests.support.families import NEW, PROMPT, positions_of, weights_of, write_config
 from tests.support.tiny import Fields, Weights
 
@@ -67,7 +68,7 @@ _HY4 = (
     (re.compile(r"mlp\.(shared_experts\.)?linear_gate"), r"mlp.\1gate_proj"),
 )
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
-ALONE = "deepseek_v4", "minimax_m3_vl_text"  # which divide padding too in transformers
+ALONE = "deepseek_v4", "deepseek_v41_text", "minimax_m3_vl_text"  # which divide padding too in transformers
 
 
 def _alone(model: Any) -> bool:

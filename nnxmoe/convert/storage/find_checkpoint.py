@@ -33,7 +33,7 @@ _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # Quantization settings in old AutoGPTQ checkpoints.
 _MODELOPT_FILE = "hf_quant_config.json"  # Quantization settings in old ModelOpt checkpoints.
-_PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
+_PREFIXES = {name: f"model.{name}" for name in ("embed_tokens.", "embed.", "layers.", "norm.", "hc_head_")} | {
     "model.model.": "model.",
     "backbone.": "model.",
     "language_model.model.": "model.",
@@ -49,7 +49,7 @@ _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers",
 WRAPPERS = [old for old, new in _PREFIXES.items() if new == "model." and old != "model.model."]
 _TOWER = re.compile(
     r"(?:thinker\.)?(?:model\.)?("
-    r"(?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
+    r"(?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vision|vit|mlp1|image_newline"
     r"|(?:multi_modal|multimodal|mm|vision|audio|patch_merger)_?(?:projector|projection|adapter|connector)|connector"
     r"|embed_(?:vision|audio)|patch_merge(?:r|_mlp)|vit_large_projector|aligner"
     r"|resampler_model|talker|code2wav)(?=\.|$)"

@@ -164,6 +164,26 @@ class Compressor(nnx.Module):
         )
 
     @property
+    def entry_width(self) -> int:
+        """Width of an entry."""
+        return self.norm.scale.shape[-1]
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T _"], Float[Array, "B T _"]]:
+        """Compute the values and the gates of the tokens, for each series."""
+        return self.kv(x), self.gate(x)
+
+    def position_bias(self, series: int) -> Float[Array, "rate W"] | float:
+        """Return the bias of the gates by position in the window."""
+        width = self.norm.scale.shape[-1]
+        return self.place[...][:, series * width : (series + 1) * width]
+
+    def to_entries(
+        self, latents: Float[Array, "B n W"], first_positions: Int[Array, "B n"]
+    ) -> Float[Array, "B n entry_width"]:
+        """Rotate the normalized latents by the position of the window's first token."""
+        return self.rotate(latents[:, :, None], compute_rotation(self.rotary, first_positions))[:, :, 0]
+
+    @property
     def reach(self) -> int:
         """Number of tokens that an entry depends on, excluding the window's last token."""
         return self.series * self.rate - 1
@@ -172,7 +192,7 @@ class Compressor(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: CompressedCache | None
     ) -> CompressorOutput:
         """Compress the windows that end in ``x``, and append the new entries to the cache."""
-        projection, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
+        projection, length = jnp.concatenate(self.project(x), axis=-1), x.shape[1]
         pending_tokens, tokens, index = None, projection, rows.index
         if cache is not None:  # With lookahead -1, `append_ring` always returns the stored tokens too.
             pending_tokens, tokens, index = append_ring(cache.pending.states, projection, rows, -1)
@@ -194,7 +214,7 @@ class Compressor(nnx.Module):
 
     def _entries(
         self, tokens: Float[Array, "B S _"], ends: Int[Array, "B n"], rows: RowMetadata, context: Context
-    ) -> Float[Array, "B n W"]:
+    ) -> Float[Array, "B n entry_width"]:
         """Compute the entries of windows that end at ``ends``. ``tokens`` start at index ``length_before - reach``."""
         width, rate = self.norm.scale.shape[-1], self.rate
         end_offset = gather_clipped(rows.segment_offset, ends)
@@ -210,22 +230,22 @@ class Compressor(nnx.Module):
                 )
                 for start in (i * width, (self.series + i) * width)
             )
-            gate = gate.astype(jnp.float32) + self.place[...][:, i * width : (i + 1) * width]
+            gate = gate.astype(jnp.float32) + self.position_bias(i)
             kv_parts.append(kv)
             gate_parts.append(jnp.where((end_offset >= distance)[..., None, None], gate, -jnp.inf))
         kv, gate = jnp.concatenate(kv_parts, axis=2), jnp.concatenate(gate_parts, axis=2)
         gate = jnp.where(ends[..., None, None] < 0, 0, gate)
-        entries = self.norm(jnp.sum(kv * jax.nn.softmax(gate, axis=2).astype(kv.dtype), axis=2))
+        latents = self.norm(jnp.sum(kv * jax.nn.softmax(gate, axis=2).astype(kv.dtype), axis=2))
         assert context.positions is not None
         positions = jnp.broadcast_to(context.positions, rows.index.shape)[..., None]
         positions = gather_by_index(positions, rows.index, rows.length_before, rows.index.shape[1])[..., 0]
         end_positions = gather_clipped(positions, ends - rows.length_before[:, None])
-        first_positions = jnp.maximum(end_positions - (rate - 1), 0)
-        return self.rotate(entries[:, :, None], compute_rotation(self.rotary, first_positions))[:, :, 0]
+        return self.to_entries(latents, jnp.maximum(end_positions - (rate - 1), 0))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> CompressedCache:
         """Create a cache for the entries of ``capacity`` tokens and for the inputs of incomplete entries."""
         width = self.norm.scale.shape[-1]
-        entries = jnp.zeros((batch, -(-capacity // self.rate), width), dtype)
-        values = jnp.zeros((batch, self.reach + lookahead, 2 * self.series * width), dtype)
+        entries = jnp.zeros((batch, -(-capacity // self.rate), self.entry_width), dtype)
+        # With rate 1, no token is pending. A ring has at least one slot.
+        values = jnp.zeros((batch, max(self.reach, 1) + lookahead, 2 * self.series * width), dtype)
         return CompressedCache(entries, RecurrentState(values))

@@ -110,11 +110,17 @@ def select_keys(
     """Select the ``topk`` keys with the highest weighted scores; see `Indexer`."""
 
     def select(allowed: Bool[Array, "B T S"], key_slice: slice, q: Array, weights: Array) -> SelectedSlots:
-        head_scores = jax.nn.relu(query_key_products(q, keys[:, key_slice]))
-        scores = jnp.sum(head_scores * weights.astype(jnp.float32)[..., None], axis=2)
-        return topk_slots(scores, allowed, topk)
+        return topk_slots(weighted_scores(q, weights, keys[:, key_slice]), allowed, topk)
 
     return select_in_blocks(select, mask, topk, topk, q.shape[2], q, weights)
+
+
+def weighted_scores(
+    q: Float[Array, "B T N H"], weights: Float[Array, "B T N"], keys: Float[Array, "B S H"]
+) -> Float[Array, "B T S"]:
+    """Compute the score of each key for each query, the weighted sum over the heads; see `Indexer`."""
+    head_scores = jax.nn.relu(query_key_products(q, keys))
+    return jnp.sum(head_scores * weights.astype(jnp.float32)[..., None], axis=2)
 
 
 def query_key_products(q: Float[Array, "B T N H"], keys: Float[Array, "B S H"]) -> Float[Array, "B T N S"]:
@@ -128,7 +134,7 @@ def select_in_blocks(
     topk: int,
     width: int,
     heads: int,
-    *query_arrays: Float[Array, "B T ..."],
+    *query_arrays: Float[Array, "B T ..."] | Int[Array, "B T ..."],
 ) -> Int[Array, "B T width"]:
     """Call ``select(allowed, key_slice, *query_arrays) -> [B, t, width]`` for blocks of t queries.
 

@@ -12,15 +12,15 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.compressed import CompressedCache, Compressor, RowMetadata, gather_by_index
 from nnxmoe.layers.attention.gqa import Sinks
-from nnxmoe.layers.attention.indexer import topk_slots
+from nnxmoe.layers.attention.indexer import select_keys
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
-from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedMask
+from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots, selection_mask
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.context import Context
@@ -40,7 +40,7 @@ class SharedKVCache:
     Attributes:
         window: Keys in the sliding window.
         entries: Compressed entries, or ``None`` if the layer has no compressor.
-        index: Entries of the `EntryIndexer`, or ``None`` if the layer has no indexer.
+        index: Keys of the `EntryIndexer`, or ``None`` unless the indexer has a compressor.
     """
 
     window: TokenCache
@@ -48,6 +48,7 @@ class SharedKVCache:
     index: CompressedCache | None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Entries:
     """Compressed entries that the queries of a pass may attend to.
@@ -55,12 +56,16 @@ class Entries:
     Attributes:
         values: Keys and values ``[B, n, H]``.
         slots: Metadata of the last token of each entry.
-        index_keys: Indexer keys ``[B, n, h]`` of the entries. If ``None``, queries attend to all entries.
+        selected: Slots of the selected entries per query. If ``None``, queries attend to all entries.
     """
 
     values: Array
     slots: SlotMetadata
-    index_keys: Array | None = None
+    selected: SelectedSlots | None = None
+
+    def mask(self, queries: Mask) -> Mask:
+        """Return the mask of the queries over the entries."""
+        return Mask(queries.query_index, queries.query_segment, self.slots, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +89,6 @@ class SharedKVDims:
 EntryCaches = tuple[CompressedCache | None, CompressedCache | None]
 """Caches of the compressed entries and of the index."""
 
-IndexQueries = tuple[Float[Array, "B T_out h W"], Float[Array, "B T_out h"]]
-"""Queries and head weights of an `EntryIndexer`."""
-
 
 class EntryIndexer(nnx.Module):
     """Indexer that selects, per query, the ``k`` entries with the highest ``sum_h w_h(x) relu(q_h . key)``.
@@ -95,34 +97,35 @@ class EntryIndexer(nnx.Module):
 
     Args:
         dim, q_rank: Widths of the layer's input, D, and of the query latents.
-        heads: Number of indexer heads, h.
+        heads, head_dim: Number of indexer heads, h, and their width, W.
         k: Number of entries to select.
-        keys: Compressor that computes the keys.
+        rotary: Rotary position embedding of the queries.
+        keys: Compressor that computes the keys. ``None`` if the keys are computed elsewhere.
         **kw: Parameter dtype and rngs.
     """
 
-    def __init__(self, dim: int, q_rank: int, heads: int, *, k: int, keys: Compressor, **kw: Unpack[ParamOptions]):
-        self.k, self.keys = k, keys
-        width = keys.norm.scale.shape[-1]
-        self.q = Linear((q_rank,), (heads, width), ("q_rank", "heads", "head"), **kw)
+    def __init__(
+        self,
+        dim: int,
+        q_rank: int,
+        heads: int,
+        head_dim: int,
+        *,
+        k: int,
+        rotary: Rope,
+        keys: Compressor | None,
+        **kw: Unpack[ParamOptions],
+    ):
+        self.k, self.rotary, self.keys = k, rotary, keys
+        self.q = Linear((q_rank,), (heads, head_dim), ("q_rank", "heads", "head"), **kw)
         self.weights = Linear((dim,), (heads,), ("embed", "heads"), **kw)
 
     def queries(
         self, x: Float[Array, "B T_out D"], q_latent: Float[Array, "B T_out q_rank"], context: Context
-    ) -> IndexQueries:
-        """Compute the rotated queries, and the head weights including all constant factors."""
-        q = context.rotate(self.q(q_latent), self.keys.rotary, self.keys.rotate)
-        heads, width = q.shape[2:]
-        return q, self.weights(x).astype(jnp.float32) * (heads * width) ** -0.5
-
-    def select(
-        self, queries: IndexQueries, keys: Float[Array, "B n W"], allowed: Bool[Array, "B t n"]
-    ) -> Int[Array, "B t k"]:
-        """Return the slots of the ``k`` allowed entries with the highest scores, padded with `NO_SLOT`."""
-        q, weights = queries
-        products = jnp.einsum("bthw,bnw->bthn", q.astype(jnp.float32), keys.astype(jnp.float32))
-        scores = jnp.einsum("bthn,bth->btn", jax.nn.relu(products), weights)
-        return topk_slots(jax.lax.stop_gradient(scores), allowed, self.k)
+    ) -> tuple[Float[Array, "B T_out h W"], Float[Array, "B T_out h"]]:
+        """Compute the rotated queries and their weights. Constant factors of the weights are omitted."""
+        q = context.rotate(self.q(q_latent), self.rotary, TrailingPairs(self.rotary.dim))
+        return jax.lax.stop_gradient((q, self.weights(x)))
 
 
 class SharedKV(nnx.Module):
@@ -174,23 +177,42 @@ class SharedKV(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: SharedKVCache | None = None
     ) -> tuple[Float[Array, "B T_out D"], SharedKVCache | None]:
         q_latent = self.q_norm(self.q_a(context.output_tokens(x)))
-        q = context.rotate(rms_normalize(self.q_b(q_latent), self.eps), self.rotary, self.rotate)
-        kv = context.rotate(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
-        window, kv, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
-        entry_caches: EntryCaches = None, None
-        if self.compressor is None:
-            kv, q = kv[:, None].astype(q.dtype), jnp.swapaxes(q, 1, 2)
-            heads = jnp.swapaxes(self.attention_fn(q, kv, kv, self._softmax(mask)), 1, 2)
-        else:
-            rows = RowMetadata.from_context(context, *x.shape[:2])
-            entry_caches, entries = self._compress(x, context, rows, cache)
-            index_queries = ()
-            if self.indexer is not None and entries.index_keys is not None:
-                index_queries = self.indexer.queries(context.output_tokens(x), q_latent, context=context)
-            heads = self._attend(q, kv, mask, rows, entries, index_queries)
-        heads = context.rotate(heads, self.rotary, self.rotate.inverse)
-        y = self.o_b(self._project_groups(heads))
+        rows = RowMetadata.from_context(context, *x.shape[:2])
+        window, kv, mask = self._append_to_window(x, context, cache)
+        entries, entry_caches = None, (None, None)
+        if self.compressor is not None:
+            entries, entry_caches = self._compress(x, q_latent, mask, rows, context, cache)
+        y = self._attend(q_latent, kv, mask, entries, rows, context)
         return y, None if window is None else SharedKVCache(window, *entry_caches)
+
+    def _append_to_window(
+        self, x: Float[Array, "B T D"], context: Context, cache: SharedKVCache | None
+    ) -> tuple[TokenCache | None, Float[Array, "B S H"], Mask]:
+        """Compute the rotated keys. Return the updated cache of the window, its keys and the mask."""
+        kv = context.rotate(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
+        return context.append_to_cache(None if cache is None else cache.window, kv, self.window)
+
+    def _attend(
+        self,
+        q_latent: Float[Array, "B T_out q_rank"],
+        kv: Float[Array, "B S H"],
+        mask: Mask,
+        entries: Entries | None,
+        rows: RowMetadata,
+        context: Context,
+    ) -> Float[Array, "B T_out D"]:
+        """Attend to the window tokens ``kv`` and to the entries, and project the outputs of the heads."""
+        q = context.rotate(self.project_queries(q_latent), self.rotary, self.rotate)
+        if entries is None:
+            keys = kv[:, None].astype(q.dtype)
+            heads = jnp.swapaxes(self.attention_fn(jnp.swapaxes(q, 1, 2), keys, keys, self._softmax(mask)), 1, 2)
+        else:
+            heads = self._attend_to_entries(q, kv, mask, entries, rows)
+        return self.o_b(self._project_groups(context.rotate(heads, self.rotary, self.rotate.inverse)))
+
+    def project_queries(self, q_latent: Float[Array, "B T_out q_rank"]) -> Float[Array, "B T_out N H"]:
+        """Compute the queries before rotation."""
+        return rms_normalize(self.q_b(q_latent), self.eps)
 
     def _project_groups(self, heads: Float[Array, "B T_out N H"]) -> Float[Array, "B T_out groups rank"]:
         """Apply the first kernel of the output projection, ``o_a``, to each group of heads."""
@@ -200,35 +222,37 @@ class SharedKV(nnx.Module):
         return jnp.moveaxis(outputs, 0, 1).reshape(batch, length, groups, -1)
 
     def _compress(
-        self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: SharedKVCache | None
-    ) -> tuple[EntryCaches, Entries]:
-        """Return the caches of the entries and of the indexer, and the entries.
-
-        `Entries.index_keys` is ``None`` unless there are more entries than the indexer selects.
-        """
+        self,
+        x: Float[Array, "B T D"],
+        q_latent: Float[Array, "B T_out q_rank"],
+        mask: Mask,
+        rows: RowMetadata,
+        context: Context,
+        cache: SharedKVCache | None,
+    ) -> tuple[Entries, EntryCaches]:
+        """Return the entries with the selection of the indexer, and the caches of the entries and of the indexer."""
         assert self.compressor is not None
         entry_cache, index_cache = (None, None) if cache is None else (cache.entries, cache.index)
         entry_cache, values, slots = self.compressor(x, context=context, rows=rows, cache=entry_cache)
+        entries = Entries(values, slots)
         if self.indexer is None:
-            return (entry_cache, None), Entries(values, slots)
+            return entries, (entry_cache, None)
+        assert self.indexer.keys is not None
         index_cache, index_keys, _ = self.indexer.keys(x, context=context, rows=rows, cache=index_cache)
-        needs_selection = values.shape[1] > self.indexer.k
-        return (entry_cache, index_cache), Entries(values, slots, index_keys if needs_selection else None)
+        if values.shape[1] > self.indexer.k:
+            queries = self.indexer.queries(context.output_tokens(x), q_latent, context=context)
+            selected = select_keys(*queries, index_keys, entries.mask(mask), self.indexer.k)
+            entries = dataclasses.replace(entries, selected=selected)
+        return entries, (entry_cache, index_cache)
 
-    def _attend(
-        self,
-        q: Float[Array, "B t N H"],
-        kv: Float[Array, "B S H"],
-        mask: Mask,
-        rows: RowMetadata,
-        entries: Entries,
-        index_queries: IndexQueries | tuple[()],
+    def _attend_to_entries(
+        self, q: Float[Array, "B t N H"], kv: Float[Array, "B S H"], mask: Mask, entries: Entries, rows: RowMetadata
     ) -> Float[Array, "B t N H"]:
         """Attend to the window tokens ``kv`` and to the entries, one block of queries at a time."""
         batch, length, heads = q.shape[:3]
         block_size = max(8, min(MAX_QUERIES, MAX_SCORES // (heads * (entries.values.shape[1] + self.window))))
         if length <= block_size:
-            return self._attend_block(q, kv, mask, entries, index_queries)
+            return self._attend_block(q, kv, mask, entries)
         blocks, reach = -(-length // block_size), self.window - 1
         step = -(-length // blocks)
         keys, start = mask.keys, rows.length_before - reach
@@ -236,45 +260,34 @@ class SharedKV(nnx.Module):
         key_index = jnp.broadcast_to(key_index, kv.shape[:2])
         kv = gather_by_index(kv, key_index, start, reach + blocks * step)
 
-        def attend_block(q: Array, index: Array, segment: Array, *index_queries: Array) -> tuple[Array, None]:
+        def attend_block(q: Array, index: Array, segment: Array, *selected: Array) -> tuple[Array, None]:
             offset = jnp.clip(index[:, 0] - rows.length_before, 0, (blocks - 1) * step)
             window_kv = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, reach + q.shape[1]))(kv, offset)
             window_index = (start + offset)[:, None] + jnp.arange(window_kv.shape[1], dtype=jnp.int32)
             query_segment = None if mask.query_segment is None else segment
             block_mask = Mask(index, query_segment, rows.slots(jnp.maximum(window_index, -1)), self.window)
-            return self._attend_block(q, window_kv, block_mask, entries, index_queries), None
+            block_entries = dataclasses.replace(entries, selected=selected[0] if selected else None)
+            return self._attend_block(q, window_kv, block_mask, block_entries), None
 
         segment = key_index[:, :1] * 0 if mask.query_segment is None else mask.query_segment
         query_arrays = (jnp.broadcast_to(array, (batch, length)) for array in (mask.query_index, segment))
-        return map_chunks(attend_block, blocks, q, *query_arrays, *index_queries)[0]
+        selected = () if entries.selected is None else (entries.selected,)
+        return map_chunks(attend_block, blocks, q, *query_arrays, *selected)[0]
 
     def _attend_block(
-        self,
-        q: Float[Array, "B t N H"],
-        kv: Float[Array, "B S H"],
-        mask: Mask,
-        entries: Entries,
-        index_queries: tuple[Array, ...],
+        self, q: Float[Array, "B t N H"], kv: Float[Array, "B S H"], mask: Mask, entries: Entries
     ) -> Float[Array, "B t N H"]:
-        values, selected = entries.values, None
-        entry_mask = Mask(mask.query_index, mask.query_segment, entries.slots, None)
-        if index_queries:
-            assert self.indexer is not None and entries.index_keys is not None
-            allowed = entry_mask.allowed()
-            allowed = jnp.broadcast_to(allowed, (len(q), *allowed.shape[1:]))
-            queries, weights = index_queries
-            slots = self.indexer.select((queries, weights), entries.index_keys, allowed)
-            if q.shape[1] == 1:  # gather, so a single query only reads the selected entries
-                slot_indices = jnp.minimum(slots[:, 0], values.shape[1] - 1)
-                values = jnp.take_along_axis(values, slot_indices[..., None], axis=1)
-                entry_mask = entry_mask.map(lambda a: a, lambda a: jnp.take_along_axis(a, slot_indices, axis=1))
-                index = jnp.where(slots[:, 0] != NO_SLOT, entry_mask.keys.index, -1)
-                keys = dataclasses.replace(entry_mask.keys, index=index)
-                entry_mask = dataclasses.replace(entry_mask, keys=keys)
-            else:
-                selected = SelectedMask(mask.query_index, None, entries.slots, None, slots=slots).allowed()
+        values, slots, entry_mask, is_selected = entries.values, entries.selected, entries.mask(mask), None
+        if slots is not None and q.shape[1] == 1:  # gather, so a single query only reads the selected entries
+            indices = jnp.minimum(slots[:, 0], values.shape[1] - 1)
+            values = jnp.take_along_axis(values, indices[..., None], axis=1)
+            entry_mask = entry_mask.map(lambda a: a, lambda a: jnp.take_along_axis(a, indices, axis=1))
+            index = jnp.where(slots[:, 0] != NO_SLOT, entry_mask.keys.index, -1)
+            entry_mask = dataclasses.replace(entry_mask, keys=dataclasses.replace(entry_mask.keys, index=index))
+        elif slots is not None:
+            is_selected = selection_mask(slots, values.shape[1])
         kv = jnp.concatenate([kv.astype(q.dtype), values.astype(q.dtype)], axis=1)[:, None]
-        softmax = self._softmax(ConcatenatedMask(mask, entry_mask, selected))
+        softmax = self._softmax(ConcatenatedMask(mask, entry_mask, is_selected))
         return jnp.swapaxes(ReferenceAttention()(jnp.swapaxes(q, 1, 2), kv, kv, softmax), 1, 2)
 
     def _softmax(self, mask: Mask | ConcatenatedMask) -> MaskedSoftmax:

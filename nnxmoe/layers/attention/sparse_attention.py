@@ -41,8 +41,14 @@ class SelectedMask(Mask):
     slots: SelectedSlots | None = None
 
     def allowed(self) -> Bool[Array, "B T S"]:
-        no_keys = jnp.zeros(self.keys.index.shape[-1], bool)
-        return jax.vmap(jax.vmap(lambda slots: no_keys.at[slots].set(True, mode="drop")))(self.slots)
+        assert self.slots is not None
+        return selection_mask(self.slots, self.keys.index.shape[-1])
+
+
+def selection_mask(selected: SelectedSlots, count: int) -> Bool[Array, "B T count"]:
+    """Return whether each of ``count`` slots is selected. Ignores `NO_SLOT`."""
+    no_slots = jnp.zeros(count, bool)
+    return jax.vmap(jax.vmap(lambda slots: no_slots.at[slots].set(True, mode="drop")))(selected)
 
 
 @dataclasses.dataclass(frozen=True)
