@@ -18,7 +18,7 @@ from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention import mla, softmax_attention
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
-from nnxmoe.moe import router
+from nnxmoe.moe import selection
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.moe.selection import Routing
@@ -195,7 +195,7 @@ class Shadow:
 
 
 def mask_groups_with_zero(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(router, "jnp", Shadow(jnp, inf=0.0))
+    patch.setattr(selection, "jnp", Shadow(jnp, inf=0.0))
 
 
 def group_score_by_max(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -204,15 +204,15 @@ def group_score_by_max(model: Any, patch: pytest.MonkeyPatch) -> None:
         grouped = x.ndim == 4  # [B, T, groups, experts per group]
         return (values.at[..., 1:].set(0) if grouped else values), indices
 
-    patch.setattr(router, "jax", Shadow(jax, lax=Shadow(jax.lax, top_k=top_k)))
+    patch.setattr(selection, "jax", Shadow(jax, lax=Shadow(jax.lax, top_k=top_k)))
 
 
 def softmax_for_sigmoid(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(router, "jax", Shadow(jax, nn=Shadow(jax.nn, sigmoid=jax.nn.softmax)))
+    patch.setattr(selection, "jax", Shadow(jax, nn=Shadow(jax.nn, sigmoid=jax.nn.softmax)))
 
 
 def sigmoid_for_softmax(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(router, "jax", Shadow(jax, nn=Shadow(jax.nn, softmax=lambda x, axis: jax.nn.sigmoid(x))))
+    patch.setattr(selection, "jax", Shadow(jax, nn=Shadow(jax.nn, softmax=lambda x, axis: jax.nn.sigmoid(x))))
 
 
 def reroute(change: Callable[[Routing, Any], Routing]) -> Plant:
