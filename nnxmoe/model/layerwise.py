@@ -76,7 +76,7 @@ class LayerwiseModel:
 
     def __init__(self, model: Any, *, donate: bool, commit: bool = False):
         structure, leaves = split_for_program(model, commit)
-        self._parts: _Parts = structure.program(_split_layers, donate)
+        self._parts: _Parts = structure.program(_split_layers, donate, commit)
         self._leaves, self._outer = leaves, [leaves[i] for i in self._parts.outer_leaves]
         self.empty_cache = model.empty_cache
 
@@ -141,14 +141,15 @@ class _Parts(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def _split_layers(graph: Any, tree: Any, donate: bool) -> _Parts:
+def _split_layers(graph: Any, tree: Any, donate: bool, outermost: bool) -> _Parts:
     model = nnx.merge(graph, tree.unflatten(range(tree.num_leaves)))
     runs = []
     for stack in model.stacks:
         for first in range(0, stack.depth, RUN_LENGTH):
             run = UnrolledStack(stack.layers[first : first + RUN_LENGTH], stack.remat)
             leaves, run_tree = jax.tree.flatten(nnx.state(run))
-            program = jit_function(nnx.graphdef(run), run_tree, UnrolledStack.__call__, (), (2,) if donate else ())
+            donated = (2,) if donate else ()
+            program = jit_function(nnx.graphdef(run), run_tree, UnrolledStack.__call__, (), donated, outermost)
             runs.append(_Run(run.depth, leaves, program))
     model.stacks = nnx.List([])
     outer_graph, state = nnx.split(model)
@@ -158,7 +159,7 @@ def _split_layers(graph: Any, tree: Any, donate: bool) -> _Parts:
     return _Parts(
         runs,
         outer_leaves,
-        outer(model_class._embed_inputs, (6,), ()),
-        outer(model_class._finish, (4,), ()),
-        outer(model_class.logits, (), ()),
+        outer(model_class._embed_inputs, (6,), (), outermost),
+        outer(model_class._finish, (4,), (), outermost),
+        outer(model_class.logits, (), (), outermost),
     )

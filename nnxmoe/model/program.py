@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.linear.xla_cpu import sum_options, vectorized_sums
 from nnxmoe.model.output import ByLayer, Output
 from nnxmoe.model.stateful import is_captured, watch
 from nnxmoe.sharding import is_static
@@ -180,13 +181,14 @@ def model_program(
         function: A module-level function. JAX caches programs by the function's identity.
         static: Indices of ``args`` that are hashable constants.
         donated: Indices of ``args`` whose buffers are donated.
-        commit: Whether to commit the model's arrays to their devices (see `commit_arrays`).
+        commit: Whether to commit the model's arrays to their devices (see `commit_arrays`). The program must then not
+            be called inside a transformation.
 
     Raises:
         ValueError: The model is abstract, or `nnx.capture` collects values from the model.
     """
     structure, leaves = split_for_program(model, commit)
-    return functools.partial(structure.program(jit_function, function, static, donated), leaves)
+    return functools.partial(structure.program(jit_function, function, static, donated, commit), leaves)
 
 
 def split_for_program(model: Any, commit: bool = False) -> tuple["Structure", list[Array]]:
@@ -219,15 +221,25 @@ def commit_arrays(tree: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def jit_function(
-    graph: Any, tree: Any, function: Callable[..., Any], static: tuple[int, ...], donated: tuple[int, ...]
+    graph: Any,
+    tree: Any,
+    function: Callable[..., Any],
+    static: tuple[int, ...],
+    donated: tuple[int, ...],
+    outermost: bool = False,
 ) -> Callable[..., Any]:
-    """Compile ``function(module, *args)`` as a function of the module's arrays and ``args`` (see `model_program`)."""
+    """Compile ``function(module, *args)`` as a function of the module's arrays and ``args`` (see `model_program`).
+
+    ``outermost`` programs are never called inside a transformation.
+    """
 
     def run(leaves: list[Array], *args: Any) -> Any:
         module = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         return watch(function, module, module, *args)
 
-    return jax.jit(run, static_argnums=[1 + i for i in static], donate_argnums=[1 + i for i in donated])
+    static, donated = tuple(1 + i for i in static), tuple(1 + i for i in donated)
+    traced, options = (vectorized_sums()(run), sum_options()) if outermost else (run, None)
+    return jax.jit(traced, static_argnums=static, donate_argnums=donated, compiler_options=options)
 
 
 def require_values(leaves: Sequence[Any]) -> None:

@@ -159,9 +159,15 @@ class CodeFormat:
             weights.append(self._round(values))
         return tuple(weights)
 
+    def decode_values(self, codes: Any, has_zero: bool) -> tuple[Any, ...]:
+        """Like `decode_halves`, but without scales and zero points."""
+        center = np.float32(INT4_ZERO if self.code_dtype == "int4" and not has_zero else 0)
+        codes = codes.astype(np.int32) if self.is_packed else codes  # XLA:CPU casts int32 to float32 faster than uint8
+        return tuple(self._look_up(half) - center for half in self._unpack_halves(codes))
+
     def code_values(self, codes: Any) -> Any:
         """Return the float32 values ``[*E, R, I]`` of stored codes, without zero points and scales."""
-        return self.join_halves(tuple(map(self._look_up, self._unpack_halves(codes))))
+        return self.join_halves(self.decode_values(codes, has_zero=True))
 
     def _look_up(self, codes: Any) -> Any:
         """Return the values of unpacked codes."""

@@ -86,6 +86,8 @@ def dot_f32(
     """
     row_axis = -3 - x_axis
     if xla_cpu.casts_kernel_of_single_row(x, row_axis):
+        if x.ndim == 2 and x_axis == y_axis == -1 and xla_cpu.output_blocks(y.shape[0]) > 1:
+            return xla_cpu.multiply_row(x, y).astype(dtype)
         return dot_f32(xla_cpu.add_zero_row(x, row_axis), y, x_axis, y_axis, precision, dtype)[..., :1, :]
     batch = tuple(range(x.ndim - 2))
     dimensions = ((x.ndim + x_axis,), (y.ndim + y_axis,)), (batch, batch)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.matmul import dot_f32, matmul_f32
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
-from nnxmoe.layers.linear.xla_cpu import on_cpu, with_barrier
+from nnxmoe.layers.linear.xla_cpu import on_cpu, output_blocks, sum_in_one_loop, with_barrier
 from nnxmoe.sharding import is_static
 
 INT8_MAX = 127.0
@@ -114,6 +114,38 @@ class TwoInt8Product:
 
 
 @dataclasses.dataclass(frozen=True)
+class SingleRowProduct:
+    """Product of a single row that dequantizes the weights in the loop over the inputs (see `sum_in_one_loop`).
+
+    Attributes:
+        fallback: Product for several rows, for transposed kernels, and for tiles with several outputs.
+    """
+
+    fallback: QuantizedProduct = BlockwiseProduct()
+
+    def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
+        if transpose or not is_static(x.shape[0]) or len(x) != 1 or not _is_summable(kernel, x):
+            return self.fallback(x, kernel, transpose)
+        format, groups = kernel.format, kernel.scale.shape[-1]
+        rows = [row.reshape(groups, -1) for row in format.split_halves(x.astype(jnp.float32))]
+
+        def products(codes: Array, scale: Array, zero: Array | None) -> Float[Array, "block G _"]:
+            values = format.decode_values(codes, has_zero=zero is not None)
+            product = sum(v.reshape(-1, *row.shape) * row for v, row in zip(values, rows, strict=True))
+            scale = scale.astype(jnp.float32)[..., None] if groups > 1 else jnp.float32(1)
+            if zero is None:
+                return product * scale
+            offset = zero.astype(jnp.float32)[..., None] * sum(rows)
+            return product * scale + offset if format.offset else (product - offset) * scale
+
+        count = output_blocks(kernel.shape[1])
+        grids = kernel.codes, kernel.scale, kernel.zero
+        blocks = zip(*([None] * count if grid is None else jnp.split(grid, count) for grid in grids), strict=True)
+        out = jnp.concatenate(sum_in_one_loop([products(*block) for block in blocks]))[None]
+        return out if groups > 1 else out * _output_scales(kernel)
+
+
+@dataclasses.dataclass(frozen=True)
 class W8A8Product:
     """Integer product of int8 codes with rows rounded to int8, with one scale per row. Must be selected explicitly.
 
@@ -163,13 +195,21 @@ class AutoProduct:
         if not on_cpu():
             return CastProduct()(x, kernel, transpose)
         product = TwoInt8Product() if x.dtype.itemsize == 2 else BlockwiseProduct()
-        return product(x, kernel, transpose)
+        return SingleRowProduct(product)(x, kernel, transpose)
 
 
 def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
     """Return whether the kernel has int8 codes, one scale per output, no zero points and a scalable product."""
     is_plain = kernel.format.code_dtype == "int8" and kernel.zero is None and kernel.scale.shape[-1] == 1
     return is_plain and _may_scale_result(kernel, x)
+
+
+def _is_summable(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
+    """Return whether `SingleRowProduct` supports the kernel."""
+    format, groups = kernel.format, kernel.scale.shape[-1]
+    is_even = groups == 1 or kernel.shape[0] == groups * format.tile[1]
+    is_per_output = format.tile[0] == 1 and (groups > 1 or kernel.zero is None)
+    return is_even and is_per_output and output_blocks(kernel.shape[1]) > 1 and _may_scale_result(kernel, x)
 
 
 def _may_scale_result(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
