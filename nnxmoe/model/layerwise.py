@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -26,6 +27,8 @@ from nnxmoe.model.stack import UnrolledStack, run_stacks
 # Layers per program. On two cores, decoding took 5 to 18 % longer with one layer per program (8 layers in total), and
 # 0 to 4 % longer with four layers per program (32 layers in total).
 RUN_LENGTH = 4
+# With up to this many tokens, computing all outputs of the last layer takes less time than compiling a second program.
+FEW_TOKENS = 64
 
 
 def layerwise_program(
@@ -98,7 +101,9 @@ class LayerwiseModel:
         shared_cache = None if cache is None else cache.without_layers(fresh)
         inputs = tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh
         embeddings, context, shared_cache = parts.embed(self._outer, *inputs)
-        context = dataclasses.replace(context, request=request)
+        computes_all = request.last_token_only and np.size(tokens) <= FEW_TOKENS
+        layer_request = dataclasses.replace(request, last_token_only=False) if computes_all else request
+        context = dataclasses.replace(context, request=layer_request)
         depths = [run.depth for run in parts.runs]
         runs = [functools.partial(self._run_layers, run) for run in parts.runs]
         caches = [None] * len(runs) if cache is None else _regroup(cache.layers, depths)
@@ -145,8 +150,10 @@ def _split_layers(graph: Any, tree: Any, donate: bool, outermost: bool) -> _Part
     model = nnx.merge(graph, tree.unflatten(range(tree.num_leaves)))
     runs = []
     for stack in model.stacks:
-        for first in range(0, stack.depth, RUN_LENGTH):
-            run = UnrolledStack(stack.layers[first : first + RUN_LENGTH], stack.remat)
+        # If the length divides the depth, the last run does not need a program of its own.
+        length = next((n for n in range(RUN_LENGTH, RUN_LENGTH // 2, -1) if stack.depth % n == 0), RUN_LENGTH)
+        for first in range(0, stack.depth, length):
+            run = UnrolledStack(stack.layers[first : first + length], stack.remat)
             leaves, run_tree = jax.tree.flatten(nnx.state(run))
             donated = (2,) if donate else ()
             program = jit_function(nnx.graphdef(run), run_tree, UnrolledStack.__call__, (), donated, outermost)

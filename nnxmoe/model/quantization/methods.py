@@ -30,14 +30,21 @@ class Int8:
 class Int4:
     """Symmetric int4 with one scale per output and group of ``group`` inputs: ``scale = max |w| / 7.5``.
 
-    With groups of 128, the weights take 0.26 times the bytes of bfloat16.
+    With groups of 128, the weights take 0.26 times the bytes of bfloat16. If ``group`` does not divide the inputs of a
+    kernel, the kernel has groups of the greatest common divisor, of at least `min_group`: 64 for 576 inputs.
     """
 
     group: int = 128
     max_value = 7.5
+    min_group = 32
 
     def __post_init__(self) -> None:
         set_positive(self, "group")
+
+    def for_inputs(self, ins: int) -> "Int4":
+        """Return the method for kernels with ``ins`` inputs."""
+        group = math.gcd(self.group, ins)
+        return Int4(group) if self.min_group <= group < self.group else self
 
     @property
     def format(self) -> CodeFormat:

@@ -9,12 +9,13 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.layers.linear.kernel import ParamWeight
+from nnxmoe.layers.linear.kernel import ParamWeight, as_weight
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.program import require_values
 from nnxmoe.model.quantization.methods import (
     ErrorMeter,
+    Int4,
     Method,
     Mixed,
     check_method,
@@ -46,6 +47,8 @@ def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[
     selected = list[tuple[KernelRef, Method]]()
     for ref in quantizable_kernels(model):
         part_method = mixed.head if ref.head else mixed.experts if ref.experts else mixed.others
+        if isinstance(part_method, Int4):
+            part_method = part_method.for_inputs(math.prod(as_weight(ref.weight).ins))
         if part_method is not None:
             selected.append((ref, part_method))
     return selected
