@@ -33,7 +33,24 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def test_single_row_16_bit_matmul_casts_the_kernel() -> None:
     shapes, nbytes = ((1, 256), (256, 1024)), 256 * 1024 * 2
     assert temporary_bytes(product, *shapes) > nbytes
-    assert temporary_bytes(lambda x, kernel: product(xla_cpu.add_zero_row(x, 0), kernel)[:1], *shapes) < nbytes
+    assert temporary_bytes(lambda x, kernel: product(xla_cpu.add_zero_rows(x, 0, 3), kernel)[:1], *shapes) < nbytes
+
+
+@pytest.mark.parametrize("outs", [1024, 1023, 1021])
+def test_single_row_is_multiplied_in_one_loop(outs: int) -> None:
+    """The sums of four or three blocks of outputs; a prime number of outputs is multiplied as before."""
+    x, kernel = (jax.random.normal(jax.random.key(0), shape, BF16) for shape in ((1, 256), (outs, 256)))
+
+    def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return dot_f32(x, kernel, -1, -1)
+
+    with xla_cpu.vectorized_sums():
+        program = jax.jit(run, compiler_options=xla_cpu.sum_options()).lower(x, kernel).compile()
+    analysis = program.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < kernel.nbytes
+    assert ("dot(" in program.as_text()) == (outs == 1021)
+    wanted = run(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    assert float(jnp.max(jnp.abs(program(x, kernel) - wanted))) < 1e-4
 
 
 def test_16_bit_dot_with_non_leading_batch_dimensions_fails() -> None:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 import nnxmoe
 from nnxmoe.layers.linear.quantized import QuantizedKernel
+from nnxmoe.layers.linear.quantized_products import SingleRowProduct
+from nnxmoe.layers.linear.xla_cpu import sum_options, vectorized_sums
 from nnxmoe.moe.grouped_matmul import MaskedMatmul
 from tests.support.arrays import max_error
-from tests.support.codes import FORMS, INS, OUTS, by_the_formula, random_kernel
+from tests.support.codes import FORMS, INS, OUTS, by_the_formula, random_codes, random_kernel
 from tests.support.grouped import GROUPS
 from tests.support.running import PART_TOLERANCE
 
@@ -67,6 +69,28 @@ def test_products_agree(form: str, zero: bool, order: bool) -> None:
         limit = 2e-4 if isinstance(product, nnxmoe.TwoInt8Product) else PART_TOLERANCE
         for ours, theirs, what in zip(run(kernel, product), wanted, ("y", "back", "d x", "jvp"), strict=True):
             assert max_error(ours, theirs) <= limit * np.abs(theirs).max(), (product, what)
+
+
+@pytest.mark.parametrize(("form", "zero", "order"), CASES)
+def test_single_rows_in_one_loop(form: str, zero: bool, order: bool) -> None:
+    """Forward, with the transpose, and their gradients, with the options of decoding programs."""
+    kernel = random_codes(FORMS[form], 36, INS, zero=zero, order=order)  # 37 outputs cannot be divided
+    row, back = (jnp.asarray(np.random.default_rng(1).standard_normal((1, n)), jnp.float32) for n in (INS, 36))
+
+    def run(kernel: QuantizedKernel, row: jax.Array) -> list[jax.Array]:
+        loss = lambda x: jnp.sum(jnp.sin(kernel(x)))  # noqa: E731
+        rounded = kernel.matmul_f32(row.astype(jnp.bfloat16))
+        return [kernel(row), kernel.vjp_input(back), jax.grad(loss)(row), jax.jvp(kernel, (row,), (row,))[1], rounded]
+
+    wanted = jax.jit(run)(dataclasses.replace(kernel, product=nnxmoe.DequantizedProduct()), row)
+    with vectorized_sums():
+        found = jax.jit(run, compiler_options=sum_options())(
+            dataclasses.replace(kernel, product=SingleRowProduct()), row
+        )
+    for ours, theirs, what in zip(found, wanted, ("y", "back", "d x", "jvp", "bfloat16"), strict=True):
+        # DequantizedProduct rounds the weights to bfloat16 if the row is bfloat16.
+        limit = 1e-2 if what == "bfloat16" else PART_TOLERANCE
+        assert max_error(ours, theirs) <= limit * np.abs(theirs).max(), what
 
 
 @pytest.mark.slow

@@ -262,6 +262,16 @@ def test_groups_must_divide_the_inputs() -> None:
         nnxmoe.quantize(floats("llama"), nnxmoe.Int4(40))
 
 
+def test_groups_of_int4_are_smaller_if_they_do_not_divide_the_inputs() -> None:
+    method = nnxmoe.Int4()
+    assert [method.for_inputs(ins).group for ins in (1536, 576, 192, 96)] == [128, 64, 64, 32]
+    assert method.for_inputs(48) == method, "groups of 16 are too small to be chosen"
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "head_dim": 64}
+    model = abstract("llama", method, num_attention_heads=9, num_key_value_heads=3, **sizes)
+    layer = model.stacks[0].layers[0]
+    assert [part.kernel.format.tile[1] for part in (layer.attention.q, layer.mlp.down)] == [64, 128]
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

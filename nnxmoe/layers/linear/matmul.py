@@ -85,10 +85,12 @@ def dot_f32(
     Batch dimensions come first, because XLA:CPU cannot execute some bfloat16 products with other dimension orders.
     """
     row_axis = -3 - x_axis
-    if xla_cpu.casts_kernel_of_single_row(x, row_axis):
-        if x.ndim == 2 and x_axis == y_axis == -1 and xla_cpu.output_blocks(y.shape[0]) > 1:
+    if count := xla_cpu.missing_rows(x, row_axis):
+        rows = x.shape[row_axis]
+        if rows == 1 and x.ndim == 2 and x_axis == y_axis == -1 and xla_cpu.output_blocks(y.shape[0]) > 1:
             return xla_cpu.multiply_row(x, y).astype(dtype)
-        return dot_f32(xla_cpu.add_zero_row(x, row_axis), y, x_axis, y_axis, precision, dtype)[..., :1, :]
+        padded = xla_cpu.add_zero_rows(x, row_axis % x.ndim, count)
+        return dot_f32(padded, y, x_axis, y_axis, precision, dtype)[..., :rows, :]
     batch = tuple(range(x.ndim - 2))
     dimensions = ((x.ndim + x_axis,), (y.ndim + y_axis,)), (batch, batch)
     return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=dtype)

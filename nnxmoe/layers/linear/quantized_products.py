@@ -187,8 +187,8 @@ class CastProduct:
 class AutoProduct:
     """Product selected by backend and dtype of the rows. GPUs and TPUs use `CastProduct`.
 
-    CPUs use `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows. The error of `TwoInt8Product` is
-    smaller than the rounding error of 16-bit rows.
+    CPUs use `SingleRowProduct` for one row, `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows.
+    The error of `TwoInt8Product` is smaller than the rounding error of 16-bit rows.
     """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.sharding import is_static
 
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # jax 0.12.0 is the oldest tested release without these copies
+FEW_ROWS = 4  # number of rows for which XLA:CPU has a fast 16-bit product
 
 _sums_are_vectorized = contextvars.ContextVar("_sums_are_vectorized", default=False)
 
@@ -55,26 +56,30 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     return jax.lax.fori_loop(0, max(2, rows), write, buffer)
 
 
-def casts_kernel_of_single_row(x: Float[Array, "..."], axis: int) -> bool:
-    """Return whether XLA casts the whole kernel of a product to float32, because ``x`` is a single 16-bit row.
+def missing_rows(x: Float[Array, "..."], axis: int) -> int:
+    """Return how many rows of zeros `add_zero_rows` should append to one, two or three 16-bit rows.
 
     XLA:CPU rewrites a matmul with a single bfloat16 row as a matrix-vector product and casts the whole kernel (jax
-    0.10.2, 0.12.0). With two rows, XLA:CPU does not cast the kernel; see `add_zero_row`. Without the additional row,
-    the product takes 11 times as long.
+    0.10.2, 0.12.0). With additional rows, XLA:CPU does not cast the kernel. Without them, the product takes 11 times
+    as long. A bfloat16 product with two rows takes twice as long as with four rows (jax 0.10.2).
     """
-    return on_cpu() and x.shape[axis] == 1 and jnp.finfo(x.dtype).bits == 16
+    rows = x.shape[axis]
+    needs_rows = on_cpu() and is_static(rows) and 1 <= rows < FEW_ROWS and jnp.finfo(x.dtype).bits == 16
+    return FEW_ROWS - rows if needs_rows else 0
 
 
-def add_zero_row(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Append a row of zeros to a single row. The barrier prevents XLA from removing the row."""
-    return jax.lax.optimization_barrier(jnp.concatenate([x, jnp.zeros_like(x)], axis=axis))
+def add_zero_rows(x: Float[Array, "..."], axis: int, count: int) -> Float[Array, "..."]:
+    """Append rows of zeros. The barrier prevents XLA from removing the rows."""
+    zeros = jnp.zeros_like(x, shape=(*x.shape[:axis], count, *x.shape[axis:][1:]))
+    return jax.lax.optimization_barrier(jnp.concatenate([x, zeros], axis=axis))
 
 
 def sum_options() -> dict[str, bool] | None:
-    """Return the compiler options of programs that are traced in `vectorized_sums`. Only the outermost program has options.
+    """Return the compiler options of programs that are traced in `vectorized_sums`, or None on other backends.
 
     XLA:CPU vectorizes the loops of `sum_in_one_loop` only if sums may be reordered (jax 0.10.2). The options of fast
-    math permit this. Its other effects, such as on NaN and infinity, are turned off. None on other backends.
+    math permit this. Its other effects, such as on NaN and infinity, are turned off. JAX rejects options of a program
+    that is called inside a transformation.
     """
     honored = ("nans", "infs", "division", "functions")
     options = {"xla_cpu_enable_fast_math": True} | {f"xla_cpu_fast_math_honor_{name}": True for name in honored}
@@ -112,7 +117,7 @@ def sum_in_one_loop(arrays: Sequence[Float[Array, "..."]]) -> list[Float[Array, 
 def multiply_row(x: Float[Array, "1 I"], kernel: Float[Array, "O I"]) -> Float[Array, "1 O"]:
     """Return ``x @ kernel.T`` in float32 for a single row. ``outs`` must have at least two `output_blocks`.
 
-    For a bfloat16 row and a kernel of 1536 x 576, `add_zero_row` takes 3.8 times as long, because XLA:CPU rearranges
+    For a bfloat16 row and a kernel of 1536 x 576, `add_zero_rows` takes 2 times as long, because XLA:CPU rearranges
     the whole kernel before a product of two rows (jax 0.10.2).
     """
     row, blocks = x.astype(jnp.float32), jnp.split(kernel, output_blocks(kernel.shape[0]))
