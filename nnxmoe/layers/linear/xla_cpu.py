@@ -64,8 +64,9 @@ def missing_rows(x: Float[Array, "..."], axis: int) -> int:
     as long. A bfloat16 product with two rows takes twice as long as with four rows (jax 0.10.2).
     """
     rows = x.shape[axis]
-    needs_rows = on_cpu() and is_static(rows) and 1 <= rows < FEW_ROWS and jnp.finfo(x.dtype).bits == 16
-    return FEW_ROWS - rows if needs_rows else 0
+    if not on_cpu() or not is_static(rows) or jnp.finfo(x.dtype).bits != 16:
+        return 0
+    return FEW_ROWS - rows if rows == 1 or (is_single_cpu() and 1 < rows < FEW_ROWS) else 0
 
 
 def add_zero_rows(x: Float[Array, "..."], axis: int, count: int) -> Float[Array, "..."]:
