@@ -206,7 +206,8 @@ def topk_slots(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"]
     scores in 64 rows on two cores takes 8 ms, compared to 20 ms with ``jax.lax.top_k`` (jax 0.10.2).
     """
     lowest = np.int32(np.iinfo(np.int32).min)
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # Maps -0.0 to 0.0.
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    bits = jnp.where(bits == lowest, 0, bits)  # Maps -0.0 to 0.0. Compilers may drop a comparison of floats with 0.
     ranks = jnp.where(allowed, jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits), lowest)  # Ordered like scores.
 
     def add_bit(i: Int[Array, ""], threshold: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
