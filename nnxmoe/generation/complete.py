@@ -140,11 +140,11 @@ def complete(
     if not prompt_list:
         return iter(())
     warn_of_unused(model, sampling)
-    slots = min(whole_number("slots", slots, 1), n * len(prompt_list))
+    slots, longest = min(whole_number("slots", slots, 1), n * len(prompt_list)), max(map(len, prompt_ids))
     engine = Engine(
         model,
         slots=slots,
-        capacity=_capacity(model, max(map(len, prompt_ids)) + base_options.max_new_tokens, slots),
+        capacity=cache_capacity(model, longest + base_options.max_new_tokens, max(SMALL, SMALLEST_CACHE // slots)),
         limits=base_options.required_limits(vocab),
         logits_processor=options.get("logits_processor"),
         draft=options.get("draft"),
@@ -175,12 +175,6 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
     if len(seeds) != count:
         raise ValueError(f"{len(seeds)} seeds for {count} prompts: pass one seed, or one seed per prompt")
     return seeds
-
-
-def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
-    # `SMALLEST_CACHE` is the minimum for all rows together. As a minimum per row, it would slow down 8 rows of the
-    # demo by a factor of three (two CPU cores).
-    return cache_capacity(model, tokens, max(SMALL, SMALLEST_CACHE // slots))
 
 
 def cache_capacity(model: CausalLM, tokens: int, smallest: int) -> int:
