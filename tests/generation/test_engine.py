@@ -18,6 +18,7 @@ from nnxmoe import Engine, EngineLimits, Prefix, PromptLookup, RequestOptions, S
 from nnxmoe.generation.complete import complete
 from nnxmoe.generation.draft import ModelDraft, MTPDraft
 from nnxmoe.generation.engine import Request
+from nnxmoe.generation.grouping import one_by_one
 from nnxmoe.generation.rows import History, StepInputs
 from nnxmoe.generation.stop_strings import StopStringFilter
 from tests.support.cases import HF_CASES, load_case_model
@@ -120,8 +121,10 @@ def test_penalties_count_generated_ids_only() -> None:
         assert [request.ids for request in run(engine, batch)] == expected[jobs.index(batch[0]) :][: len(batch)]
     drafted = Engine(model, slots=4, capacity=CAPACITY, draft=PromptLookup(3))
     assert [request.ids for request in run(drafted, jobs)] == expected
-    # A row without penalties beside rows that have them is equal to the bit.
-    job = [1, *jobs[3][0]], RequestOptions(12, sampling=Sampling(0.8), seed=3, logprobs=0)
+    # A row without penalties beside rows that have them is equal to the bit, if both prompts are prefilled one by one.
+    # The default prefills four prompts by another program than one prompt, whose logits may be rounded differently.
+    job = [1, *jobs[3][0]], RequestOptions(12, sampling=Sampling(0.8), stop_ids=None, seed=3, logprobs=0)
+    engine = Engine(model, slots=4, capacity=CAPACITY, limits=EngineLimits(max_logprobs=0), grouping=one_by_one)
     beside, without = run(engine, [job, *jobs[:3]])[0], run(engine, [job])[0]
     assert (beside.ids, beside.logprobs) == (without.ids, without.logprobs)
 
