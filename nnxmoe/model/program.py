@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.linear.xla_cpu import sum_options, vectorized_sums
+from nnxmoe.layers.linear.xla_cpu import jit_outermost
 from nnxmoe.model.output import ByLayer, Output
 from nnxmoe.model.stateful import is_captured, watch
 from nnxmoe.sharding import is_static
@@ -237,9 +237,8 @@ def jit_function(
         module = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         return watch(function, module, module, *args)
 
-    static, donated = tuple(1 + i for i in static), tuple(1 + i for i in donated)
-    traced, options = (vectorized_sums()(run), sum_options()) if outermost else (run, None)
-    return jax.jit(traced, static_argnums=static, donate_argnums=donated, compiler_options=options)
+    jit = jit_outermost if outermost else jax.jit
+    return jit(run, static_argnums=[1 + i for i in static], donate_argnums=[1 + i for i in donated])
 
 
 def require_values(leaves: Sequence[Any]) -> None:

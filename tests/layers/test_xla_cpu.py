@@ -33,7 +33,7 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def test_single_row_16_bit_matmul_casts_the_kernel() -> None:
     shapes, nbytes = ((1, 256), (256, 1024)), 256 * 1024 * 2
     assert temporary_bytes(product, *shapes) > nbytes
-    assert temporary_bytes(lambda x, kernel: product(xla_cpu.add_zero_rows(x, 0, 3), kernel)[:1], *shapes) < nbytes
+    assert temporary_bytes(lambda x, kernel: product(xla_cpu.pad_rows(x, 0), kernel)[:1], *shapes) < nbytes
 
 
 @pytest.mark.parametrize("outs", [1024, 1023, 1021])
@@ -44,13 +44,21 @@ def test_single_row_is_multiplied_in_one_loop(outs: int) -> None:
     def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return dot_f32(x, kernel, -1, -1)
 
-    with xla_cpu.vectorized_sums():
-        program = jax.jit(run, compiler_options=xla_cpu.sum_options()).lower(x, kernel).compile()
+    program = xla_cpu.jit_outermost(run).lower(x, kernel).compile()
     analysis = program.memory_analysis()
     assert analysis is not None and analysis.temp_size_in_bytes < kernel.nbytes
     assert ("dot(" in program.as_text()) == (outs == 1021)
     wanted = run(x.astype(jnp.float32), kernel.astype(jnp.float32))
     assert float(jnp.max(jnp.abs(program(x, kernel) - wanted))) < 1e-4
+
+
+def test_other_programs_do_not_reuse_a_function_that_was_traced_for_sums_in_one_loop() -> None:
+    shared = jax.jit(lambda x, kernel: dot_f32(x, kernel, -1, -1))
+    operands = [jnp.ones((1, 96), BF16), jnp.ones((64, 96), BF16)]
+    texts = [
+        jit(lambda *operands: shared(*operands)).lower(*operands).as_text() for jit in (xla_cpu.jit_outermost, jax.jit)
+    ]
+    assert ["dot_general" in text for text in texts] == [False, True]
 
 
 def test_16_bit_dot_with_non_leading_batch_dimensions_fails() -> None:

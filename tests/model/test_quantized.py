@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import nnxmoe
 from nnxmoe.layers.linear.quantized import QuantizedKernel
 from nnxmoe.layers.linear.quantized_products import SingleRowProduct
-from nnxmoe.layers.linear.xla_cpu import sum_options, vectorized_sums
+from nnxmoe.layers.linear.xla_cpu import jit_outermost
 from nnxmoe.moe.grouped_matmul import MaskedMatmul
 from tests.support.arrays import max_error
 from tests.support.codes import FORMS, INS, OUTS, by_the_formula, random_codes, random_kernel
@@ -83,10 +83,7 @@ def test_single_rows_in_one_loop(form: str, zero: bool, order: bool) -> None:
         return [kernel(row), kernel.vjp_input(back), jax.grad(loss)(row), jax.jvp(kernel, (row,), (row,))[1], rounded]
 
     wanted = jax.jit(run)(dataclasses.replace(kernel, product=nnxmoe.DequantizedProduct()), row)
-    with vectorized_sums():
-        found = jax.jit(run, compiler_options=sum_options())(
-            dataclasses.replace(kernel, product=SingleRowProduct()), row
-        )
+    found = jit_outermost(run)(dataclasses.replace(kernel, product=SingleRowProduct()), row)
     for ours, theirs, what in zip(found, wanted, ("y", "back", "d x", "jvp", "bfloat16"), strict=True):
         # DequantizedProduct rounds the weights to bfloat16 if the row is bfloat16.
         limit = 1e-2 if what == "bfloat16" else PART_TOLERANCE

@@ -85,12 +85,13 @@ def dot_f32(
     Batch dimensions come first, because XLA:CPU cannot execute some bfloat16 products with other dimension orders.
     """
     row_axis = -3 - x_axis
-    if count := xla_cpu.missing_rows(x, row_axis):
-        rows = x.shape[row_axis]
-        if rows == 1 and x.ndim == 2 and x_axis == y_axis == -1 and xla_cpu.output_blocks(y.shape[0]) > 1:
-            return xla_cpu.multiply_row(x, y).astype(dtype)
-        padded = xla_cpu.add_zero_rows(x, row_axis % x.ndim, count)
-        return dot_f32(padded, y, x_axis, y_axis, precision, dtype)[..., :rows, :]
+    is_linear = x.ndim == 2 and x_axis == y_axis == -1
+    if is_linear and x.dtype.itemsize == 2 and (blocks := xla_cpu.output_blocks(x, y.shape[0])):
+        row = x.astype(jnp.float32)
+        return xla_cpu.sum_in_one_loop(blocks, lambda weights: weights.astype(jnp.float32) * row, y).astype(dtype)
+    padded = xla_cpu.pad_rows(x, row_axis)
+    if padded is not x:
+        return dot_f32(padded, y, x_axis, y_axis, precision, dtype)[..., : x.shape[row_axis], :]
     batch = tuple(range(x.ndim - 2))
     dimensions = ((x.ndim + x_axis,), (y.ndim + y_axis,)), (batch, batch)
     return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=dtype)

@@ -124,7 +124,8 @@ class SingleRowProduct:
     fallback: QuantizedProduct = BlockwiseProduct()
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
-        if transpose or not is_static(x.shape[0]) or len(x) != 1 or not _is_summable(kernel, x):
+        blocks = output_blocks(x, kernel.shape[1])
+        if transpose or not blocks or not _is_summable(kernel, x):
             return self.fallback(x, kernel, transpose)
         format, groups = kernel.format, kernel.scale.shape[-1]
         rows = [row.reshape(groups, -1) for row in format.split_halves(x.astype(jnp.float32))]
@@ -138,10 +139,7 @@ class SingleRowProduct:
             offset = zero.astype(jnp.float32)[..., None] * sum(rows)
             return product * scale + offset if format.offset else (product - offset) * scale
 
-        count = output_blocks(kernel.shape[1])
-        grids = kernel.codes, kernel.scale, kernel.zero
-        blocks = zip(*([None] * count if grid is None else jnp.split(grid, count) for grid in grids), strict=True)
-        out = jnp.concatenate(sum_in_one_loop([products(*block) for block in blocks]))[None]
+        out = sum_in_one_loop(blocks, products, kernel.codes, kernel.scale, kernel.zero)
         return out if groups > 1 else out * _output_scales(kernel)
 
 
@@ -209,7 +207,7 @@ def _is_summable(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
     format, groups = kernel.format, kernel.scale.shape[-1]
     is_even = groups == 1 or kernel.shape[0] == groups * format.tile[1]
     is_per_output = format.tile[0] == 1 and (groups > 1 or kernel.zero is None)
-    return is_even and is_per_output and output_blocks(kernel.shape[1]) > 1 and _may_scale_result(kernel, x)
+    return is_even and is_per_output and _may_scale_result(kernel, x)
 
 
 def _may_scale_result(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:

@@ -5,9 +5,8 @@ needs the workaround. See `tests/layers/test_xla_cpu.py`, and `tests/model/test_
 Slowdowns are ratios of CPU time without the workaround to CPU time with the workaround, on two cores with jax 0.10.2.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Generator, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,8 @@ from nnxmoe.sharding import is_static
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # jax 0.12.0 is the oldest tested release without these copies
 FEW_ROWS = 4  # number of rows for which XLA:CPU has a fast 16-bit product
 
-_sums_are_vectorized = contextvars.ContextVar("_sums_are_vectorized", default=False)
+# Whether the traced program is compiled by `jit_outermost`. JAX does not share traced functions between both values.
+_vectorizes_sums = jax.make_user_context(False)
 
 
 def on_cpu() -> bool:
@@ -56,73 +56,62 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     return jax.lax.fori_loop(0, max(2, rows), write, buffer)
 
 
-def missing_rows(x: Float[Array, "..."], axis: int) -> int:
-    """Return how many rows of zeros `add_zero_rows` should append to one, two or three 16-bit rows.
+def pad_rows(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Append zeros to one, two or three 16-bit rows along ``axis``. Return all other arrays unchanged.
 
     XLA:CPU rewrites a matmul with a single bfloat16 row as a matrix-vector product and casts the whole kernel (jax
     0.10.2, 0.12.0). With additional rows, XLA:CPU does not cast the kernel. Without them, the product takes 11 times
-    as long. A bfloat16 product with two rows takes twice as long as with four rows (jax 0.10.2).
+    as long. A bfloat16 product with two rows takes twice as long as with four rows (jax 0.10.2). The barrier prevents
+    XLA from removing the rows.
     """
     rows = x.shape[axis]
-    if not on_cpu() or not is_static(rows) or jnp.finfo(x.dtype).bits != 16:
-        return 0
-    return FEW_ROWS - rows if rows == 1 or (is_single_cpu() and 1 < rows < FEW_ROWS) else 0
-
-
-def add_zero_rows(x: Float[Array, "..."], axis: int, count: int) -> Float[Array, "..."]:
-    """Append rows of zeros. The barrier prevents XLA from removing the rows."""
-    zeros = jnp.zeros_like(x, shape=(*x.shape[:axis], count, *x.shape[axis:][1:]))
+    if not on_cpu() or not is_static(rows) or jnp.finfo(x.dtype).bits != 16 or not 1 <= rows < FEW_ROWS:
+        return x
+    if rows > 1 and not is_single_cpu():
+        return x
+    zeros = jnp.zeros_like(x, shape=(*x.shape[:axis], FEW_ROWS - rows, *x.shape[axis:][1:]))
     return jax.lax.optimization_barrier(jnp.concatenate([x, zeros], axis=axis))
 
 
-def sum_options() -> dict[str, bool] | None:
-    """Return the compiler options of programs that are traced in `vectorized_sums`, or None on other backends.
+def jit_outermost(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
+    """Like `jax.jit`, for programs outside of transformations. Enables `sum_in_one_loop` on a single CPU device.
 
     XLA:CPU vectorizes the loops of `sum_in_one_loop` only if sums may be reordered (jax 0.10.2). The options of fast
     math permit this. Its other effects, such as on NaN and infinity, are turned off. JAX rejects options of a program
     that is called inside a transformation.
     """
+    if not is_single_cpu():
+        return jax.jit(function, **options)
     honored = ("nans", "infs", "division", "functions")
-    options = {"xla_cpu_enable_fast_math": True} | {f"xla_cpu_fast_math_honor_{name}": True for name in honored}
-    return options if on_cpu() else None
+    fast_math = {"xla_cpu_enable_fast_math": True} | {f"xla_cpu_fast_math_honor_{name}": True for name in honored}
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with _vectorizes_sums(True):
+            return function(*args)
+
+    return jax.jit(run, compiler_options=fast_math, **options)
 
 
-@contextlib.contextmanager
-def vectorized_sums() -> Generator[None]:
-    """Use `sum_in_one_loop` where it is faster. The program must be compiled with `sum_options`."""
-    token = _sums_are_vectorized.set(True)
-    try:
-        yield
-    finally:
-        _sums_are_vectorized.reset(token)
+def output_blocks(x: Float[Array, "R _"], outs: int) -> int:
+    """Return the number of equal blocks of outputs for `sum_in_one_loop`, or 0 if it is not faster for rows ``x``."""
+    is_enabled = _vectorizes_sums.value and is_static(x.shape[0]) and x.shape[0] == 1
+    return next((count for count in (4, 3, 2) if outs % count == 0), 0) if is_enabled else 0
 
 
-def output_blocks(outs: int) -> int:
-    """Return the number of equal blocks of outputs for `sum_in_one_loop`, or 1 if it is not faster."""
-    is_enabled = _sums_are_vectorized.get() and is_single_cpu()
-    return next(count for count in (4, 3, 2, 1) if outs % count == 0) if is_enabled else 1
+def sum_in_one_loop(blocks: int, terms: Callable[..., Array], *arrays: Array | None) -> Float[Array, "1 O"]:
+    """Return the sums of ``terms(*arrays)`` ``[O, ...]`` over all axes except the first.
 
-
-def sum_in_one_loop(arrays: Sequence[Float[Array, "..."]]) -> list[Float[Array, "R"]]:
-    """Return the sums of each array ``[R, ...]`` over all axes except the first.
-
-    XLA:CPU computes the sums of all arrays in one loop, together with the operations that compute the arrays, such as
-    casts. A loop with several sums reads memory at full speed. The sum of a single array is computed by a different,
-    slower implementation (jax 0.10.2).
+    Axis 0 of the arrays is split into ``blocks`` equal blocks (see `output_blocks`). XLA:CPU computes the sums of all
+    blocks in one loop, together with the operations of ``terms``, such as casts. A loop with several sums reads memory
+    at full speed. The sum of a single array is computed by a different, slower implementation (jax 0.10.2). For a
+    bfloat16 row and a kernel of 1536 x 576, `pad_rows` takes 2 times as long, because XLA:CPU rearranges the whole
+    kernel before a product of two rows (jax 0.10.2).
     """
-    zeros = (np.float32(0),) * len(arrays)
-    axes = tuple(range(1, arrays[0].ndim))
-    return list(jax.lax.reduce(tuple(arrays), zeros, lambda x, y: tuple(map(jnp.add, x, y)), axes))
-
-
-def multiply_row(x: Float[Array, "1 I"], kernel: Float[Array, "O I"]) -> Float[Array, "1 O"]:
-    """Return ``x @ kernel.T`` in float32 for a single row. ``outs`` must have at least two `output_blocks`.
-
-    For a bfloat16 row and a kernel of 1536 x 576, `add_zero_rows` takes 2 times as long, because XLA:CPU rearranges
-    the whole kernel before a product of two rows (jax 0.10.2).
-    """
-    row, blocks = x.astype(jnp.float32), jnp.split(kernel, output_blocks(kernel.shape[0]))
-    return jnp.concatenate(sum_in_one_loop([block.astype(jnp.float32) * row for block in blocks]))[None]
+    splits = ([None] * blocks if array is None else jnp.split(array, blocks) for array in arrays)
+    operands = tuple(terms(*block) for block in zip(*splits, strict=True))
+    zeros, axes = (np.float32(0),) * blocks, tuple(range(1, operands[0].ndim))
+    return jnp.concatenate(jax.lax.reduce(operands, zeros, lambda x, y: tuple(map(jnp.add, x, y)), axes))[None]
 
 
 def is_faster_with_kernel_first(x: Float[Array, "R I"]) -> bool:
