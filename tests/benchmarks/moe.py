@@ -100,8 +100,10 @@ class Layer:
         keys = jax.random.split(jax.random.key(rows), INPUTS if rows <= 512 else 2)
         return [jax.random.normal(key, (1, rows, self.shape.dim), jnp.float32).astype(self.shape.dtype) for key in keys]
 
-    def time(self, tokens: int, times: int, at_most: float) -> dict[str, dict[str, list[float]]]:
-        """Seconds forward, and forward and backward, of the layer and of the ideal."""
+    def time(
+        self, tokens: int, times: int, at_most: float, only: str | None = None
+    ) -> dict[str, dict[str, list[float]]]:
+        """Seconds forward, and forward and backward, or ``only`` one of them, of the layer and of the ideal."""
         inputs, rows = self.inputs(tokens), [x[0] for x in self.inputs(tokens * self.shape.chosen)]
 
         def ours(i: int) -> tuple[Any, Array]:
@@ -117,7 +119,7 @@ class Layer:
                 "ideal": lambda i: self.dense_gradients(*ideal(i), rows[0]),
             },
         }
-        return {name: interleaved(runs, times, at_most) for name, runs in calls.items()}
+        return {name: interleaved(runs, times, at_most) for name, runs in calls.items() if only in (None, name)}
 
 
 def measure(shape: Shape, tokens: Sequence[int], times: int = 20, at_most: float = 2.0) -> Iterator[tuple[str, Any]]:
