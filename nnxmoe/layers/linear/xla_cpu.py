@@ -24,7 +24,9 @@ _vectorizes_sums = jax.make_user_context(False)
 
 
 def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    """Return whether programs are compiled for a CPU: `jax.default_device` if it is set, else the default backend."""
+    device = jax.config.values["jax_default_device"]
+    return (jax.default_backend() if device is None else getattr(device, "platform", device)) == "cpu"
 
 
 def is_single_cpu() -> bool:
