@@ -42,8 +42,8 @@ _WHY = {  # (type, backend or None for all) -> reason. Speeds: `python -m tests.
     (
         "FusedAttention",
         "gpu",
-    ): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16, for head widths that "
-    "are multiples of 8 up to `max_head_dim`; `fallback` for steps with a cache, padding and segments",
+    ): "cuDNN's kernel for passes of many tokens in bfloat16 and float16, for head widths that are multiples of 8 up "
+    "to `max_head_dim`; `fallback` for decoding steps",
     (
         "SplashAttention",
         "tpu",

@@ -324,7 +324,7 @@ def test_splash_leaves_the_rest_to_otherwise(case: str) -> None:
 
 
 def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal order and a window are not passed as an array; all else goes to ``fallback``, or is a ValueError."""
+    """Causal order, a window and padding are not passed as an array. Few masked queries go to ``fallback``."""
     given: dict[str, Any] = {}
 
     def kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -339,15 +339,53 @@ def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None
     plain = MaskedSoftmax(mask_of(128), 0.2)
     wide, odd = ([x.astype(jnp.bfloat16) for x in operands(128, width=width)] for width in (136, 20))
     reasons = {"bfloat16": (operands(128), plain), "up to 128, got 136": (wide, plain), "got 20": (odd, plain)}
-    reasons["nor a soft cap"] = (half, MaskedSoftmax(mask_of(128), 0.2, softcap=3.0))
+    reasons["a soft cap"] = (half, MaskedSoftmax(mask_of(128), 0.2, softcap=3.0))
     for reason, (arrays, scores) in reasons.items():
         with pytest.raises(Refused):
             attention_fn(*arrays, scores)
         with pytest.raises(ValueError, match=reason):
             dataclasses.replace(attention_fn, fallback=None)(*arrays, scores)
-    for mask in (mask_of(128, segments=True), mask_of(128, padding=True), NOT_SPLASHED["cache"][0].mask):
+    given.clear()
+    assert attention_fn(*half, MaskedSoftmax(mask_of(128, window=40, padding=True), 0.2)).shape == (2, 4, 128, 16)
+    assert given == {"scale": 0.2, "implementation": "cudnn", "is_causal": True, "local_window_size": (39, 0)}
+    for options in ({"segments": True}, {"padding": True}):
+        few = [x[:, :, :32] for x in half]
+        mask = mask_of(32, **options)
         with pytest.raises(Refused):
-            attention_fn(*half, MaskedSoftmax(mask, 0.2))
+            attention_fn(*few, MaskedSoftmax(mask, 0.2))
+    decoding = MaskedSoftmax(NOT_SPLASHED["cache"][0].mask.select(slice(-1, None), slice(None)), 0.2)
+    with pytest.raises(Refused):
+        attention_fn(half[0][:, :, -1:], *half[1:], decoding)
+
+
+@pytest.mark.parametrize("case", ["padding", "window and padding", "segments", "sinks", "sinks and window", "cache"])
+def test_cudnn_gets_the_same_problem(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """What is passed to the kernel, computed by XLA, has the outputs and gradients of `ReferenceAttention`."""
+    kernel = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *arrays, **options: kernel(*arrays, **options | {"implementation": "xla"}),
+    )
+    options = {"window": 40 if "window" in case else None, "segments": case == "segments", "padding": "padding" in case}
+    mask = mask_of(128, **options)
+    if case == "cache":
+        mask = mask.select(slice(64, None), slice(None))
+    sinks = jnp.asarray([-2.0, 0.0, 1.3, 4.0]) if "sinks" in case else None
+    scores = MaskedSoftmax(mask, 0.2, sinks=sinks)
+    q, k, v = (x.astype(jnp.bfloat16) for x in operands(128))
+    q = q[:, :, -mask.query_index.shape[-1] :]
+    real = jnp.ones((2, 128), bool) if mask.keys.valid is None else mask.keys.valid
+    weights = (jnp.cos(q.astype(jnp.float32)) * real[:, None, -q.shape[2] :, None])[..., : v.shape[3]]
+
+    def loss(attention_fn: Any, q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(attention_fn(q, k, v, scores).astype(jnp.float32) * weights)
+
+    fused, reference = FusedAttention("cudnn", Elsewhere()), ReferenceAttention()
+    error = jnp.abs(fused(q, k, v, scores) - reference(q, k, v, scores)) * real[:, None, -q.shape[2] :, None]
+    assert jnp.max(error) < 0.02
+    for a, b in zip(*(jax.grad(loss, (1, 2, 3))(fn, q, k, v) for fn in (fused, reference)), strict=True):
+        assert max_error(a.astype(jnp.float32), b.astype(jnp.float32)) < 0.02
 
 
 LONG = BlockwiseAttention(long_context=FlashAttention(512, 1024))
