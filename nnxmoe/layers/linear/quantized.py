@@ -76,13 +76,13 @@ class QuantizedKernel(Kernel):
         return self.format.decode_halves(codes, *grids, slice(0, count))
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        return self._multiply(x).astype(x.dtype)
+        return self._multiply(x, x.dtype)
 
     def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
-        return self._multiply(x)
+        return self._multiply(x, jnp.float32)
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        return self._multiply(d, transpose=True).astype(d.dtype)
+        return self._multiply(d, d.dtype, transpose=True)
 
     def matmul_per_head(
         self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
@@ -99,12 +99,14 @@ class QuantizedKernel(Kernel):
 
         return jax.lax.map(multiply_head, (jnp.arange(len(x)), x))
 
-    def _multiply(self, x: Float[Array, "*rows _"], transpose: bool = False) -> Float[Array, "*rows _"]:
+    def _multiply(self, x: Float[Array, "*rows _"], dtype: Any, transpose: bool = False) -> Float[Array, "*rows _"]:
+        """Return the product in ``dtype``. Its gradient has the same dtype, so 16-bit gradients are not multiplied in
+        float32."""
         leaves, tree = jax.tree.flatten(self)
 
         def product(transpose: bool) -> Callable[..., Array]:
             def run(x: Array, *leaves: Array) -> Array:
-                return tree.unflatten(leaves)._ordered_product(x, transpose)
+                return tree.unflatten(leaves)._ordered_product(x, transpose).astype(dtype)
 
             def d_x(*leaves_and_d: Array) -> Array:
                 *leaves, d = leaves_and_d
