@@ -41,7 +41,9 @@ def add_bias(
     bias = biases[...].astype(rows.dtype)
     if sizes is None:
         return rows + jnp.broadcast_to(bias[:, None, :], rows.shape)
-    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")  # E past the last group
+    ends, index = jnp.cumsum(sizes), jnp.arange(rows.shape[0])
+    # The default method is a loop, in which GPUs wait for the host. Rows past the last group get the index E.
+    expert = jnp.searchsorted(ends, index, side="right", method="compare_all")
 
     def gather(bias: Array, expert: Array) -> Array:
         return bias.at[expert].get(mode="fill", fill_value=0)
