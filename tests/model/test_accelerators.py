@@ -28,6 +28,8 @@ from nnxmoe.mesh import make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.runtime.hardware import TABLE
 from nnxmoe.sharding import batch_axes
+from tests.benchmarks import gpu_programs
+from tests.benchmarks.compiled import Facts, facts
 from tests.support.families import FAMILIES
 from tests.support.tiny import TINY
 
@@ -240,3 +242,46 @@ def test_meshes_lie_on_the_torus(compile_for: Callable[..., Any]) -> None:
     assert found == {"data": {-1}, **near}
     with pytest.raises(ValueError, match=r"'tensor' spans 2 slices. .* a multiple of 2"):
         compile_for("tpu", "v5p:2x2x1", 2, {"fsdp": 8, "tensor": 1}, "tensor", run=distances)
+
+
+def attention_calls(preset: str, kind: str) -> tuple[frozenset[str], int]:
+    """Return the calls of a prefill program for a GPU, and the number of its loops."""
+    made = {
+        "padded": lambda: gpu_programs.call(preset, 1, 1024),
+        "packed": lambda: gpu_programs.call(preset, 1, 1024, packed=True),
+        "empty cache": lambda: gpu_programs.engine(preset, 1, 512, 1024),
+        "cache": lambda: gpu_programs.engine(preset, 1, 512, 1024, first=False),
+    }[kind]()
+    text, _ = gpu_programs.compile_program(made)
+    return frozenset(re.findall(r'custom_call_target="([^"]+)"', text)), text.count(" while(")
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "call"),
+    [
+        ("llama-3.1-8b", "padded", "fmhaSoftmax"),
+        ("llama-3.1-8b", "packed", "fmhaScaleBiasSoftmax"),
+        ("llama-3.1-8b", "empty cache", "fmhaSoftmax"),
+        ("llama-3.1-8b", "cache", "fmhaScaleBiasSoftmax"),
+        ("gemma-3-4b", "padded", "fmhaSoftmax"),
+        ("gpt-oss-20b", "empty cache", "fmhaScaleBiasSoftmax"),
+    ],
+)
+def test_prefill_uses_cudnn(compile_for: Callable[..., Any], preset: str, kind: str, call: str) -> None:
+    """With padding, packed documents, a window, sinks and a cache. A loop in attention would wait for the host."""
+    calls, loops = compile_for("gpu", preset, kind, run=attention_calls)
+    assert f"__cudnn${call}" in calls and not loops
+
+
+def adapter_step(method: str | None) -> Facts:
+    return facts(*gpu_programs.compile_program(gpu_programs.lora("llama-3.1-8b", 1, 128, method)))
+
+
+def test_an_adapter_step_copies_no_kernel(compile_for: Callable[..., Any]) -> None:
+    assert not compile_for("gpu", None, run=adapter_step).copies
+
+
+def test_gradients_of_quantized_products_are_bfloat16(compile_for: Callable[..., Any]) -> None:
+    """Only small products, such as those of adapters, may be float32."""
+    products = compile_for("gpu", "int4", run=adapter_step).products
+    assert products.get("f32", (0, 0.0))[1] < 0.02 * sum(flops for _, flops in products.values())
