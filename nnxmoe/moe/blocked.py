@@ -49,8 +49,12 @@ class BlockedMatmul:
             blocks = (min(self.block, num_rows),)
             return self._multiply_in_blocks(rows, kernel, sizes, blocks, blocks)
         vjp_blocks = block_sizes(num_rows, num_groups, FEW_SIZE_FACTORS)
-        # With few rows per group, reading the kernels dominates the run time, so extra padding costs nothing.
-        blocks = block_sizes(num_rows, num_groups, MANY_SIZE_FACTORS) if num_rows >= 32 * num_groups else vjp_blocks
+        if num_rows >= 32 * num_groups:
+            blocks = block_sizes(num_rows, num_groups, MANY_SIZE_FACTORS)
+        elif num_rows <= 4 * num_groups:
+            blocks = block_sizes(num_rows, num_groups, DECODE_SIZE_FACTORS)
+        else:  # reading the kernels dominates the run time, so extra padding costs nothing
+            blocks = vjp_blocks
         return self._multiply_in_blocks(rows, kernel, sizes, vjp_blocks, blocks)
 
     def _multiply_in_blocks(
@@ -77,6 +81,7 @@ class BlockedMatmul:
 # Block sizes as multiples of the mean group size. The factors are dense just above 1, because about half of the groups
 # are slightly larger than the mean if the load is balanced.
 FEW_SIZE_FACTORS = (0.5, 1.125, 1.5, 2)
+DECODE_SIZE_FACTORS = (0.5, 1, 2, 4)
 MANY_SIZE_FACTORS = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
@@ -144,20 +149,17 @@ def _apply(blocks, rows, kernel, sizes, transpose):
     num_rows, width = rows.shape[0], kernel.shape[1 if transpose else 2]
 
     def group_product(block, is_last_size, start, end, group, carry):
-        rows, kernel, out = carry
-        group_kernel = kernel.expert(group)
-
         def block_product(start, carry):
-            rows, group_kernel, out = carry
+            rows, kernel, out = carry
+            group_kernel = kernel.expert(group)  # slicing it outside of the loop over blocks would copy it
             first_row, mask = _window(block, start, end, num_rows)
             tile = jax.lax.dynamic_slice_in_dim(rows, first_row, block)
             tile = as_bits(group_kernel.vjp_input(tile) if transpose else group_kernel(tile))
             old_tile = jax.lax.dynamic_slice_in_dim(out, first_row, block)
             out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, tile, old_tile), first_row, 0)
-            return *with_barrier(rows, group_kernel), out
+            return *with_barrier(rows, kernel), out
 
-        out = _for_each_block(block, is_last_size, start, end, block_product, (rows, group_kernel, out))[-1]
-        return *with_barrier(rows, kernel), out
+        return _for_each_block(block, is_last_size, start, end, block_product, carry)
 
     out = as_bits(jnp.zeros((num_rows, width), rows.dtype))
     out = _for_each_group(blocks, sizes, group_product, (rows, kernel, out))[-1]

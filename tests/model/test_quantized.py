@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import nnxmoe
 from nnxmoe.layers.linear.quantized import QuantizedKernel
-from nnxmoe.layers.linear.quantized_products import SingleRowProduct
+from nnxmoe.layers.linear.quantized_products import FewRowsProduct
 from nnxmoe.layers.linear.xla_cpu import jit_outermost
 from nnxmoe.moe.grouped_matmul import MaskedMatmul
 from tests.support.arrays import max_error
@@ -71,19 +71,20 @@ def test_products_agree(form: str, zero: bool, order: bool) -> None:
             assert max_error(ours, theirs) <= limit * np.abs(theirs).max(), (product, what)
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("form", "zero", "order"), CASES)
-def test_single_rows_in_one_loop(form: str, zero: bool, order: bool) -> None:
+def test_few_rows_in_one_loop(form: str, zero: bool, order: bool, count: int) -> None:
     """Forward, with the transpose, and their gradients, with the options of decoding programs."""
     kernel = random_codes(FORMS[form], 36, INS, zero=zero, order=order)  # 37 outputs cannot be divided
-    row, back = (jnp.asarray(np.random.default_rng(1).standard_normal((1, n)), jnp.float32) for n in (INS, 36))
+    rows, back = (jnp.asarray(np.random.default_rng(1).standard_normal((count, n)), jnp.float32) for n in (INS, 36))
 
-    def run(kernel: QuantizedKernel, row: jax.Array) -> list[jax.Array]:
+    def run(kernel: QuantizedKernel, x: jax.Array) -> list[jax.Array]:
         loss = lambda x: jnp.sum(jnp.sin(kernel(x)))  # noqa: E731
-        rounded = kernel.matmul_f32(row.astype(jnp.bfloat16))
-        return [kernel(row), kernel.vjp_input(back), jax.grad(loss)(row), jax.jvp(kernel, (row,), (row,))[1], rounded]
+        rounded = kernel.matmul_f32(x.astype(jnp.bfloat16))
+        return [kernel(x), kernel.vjp_input(back), jax.grad(loss)(x), jax.jvp(kernel, (x,), (x,))[1], rounded]
 
-    wanted = jax.jit(run)(dataclasses.replace(kernel, product=nnxmoe.DequantizedProduct()), row)
-    found = jit_outermost(run)(dataclasses.replace(kernel, product=SingleRowProduct()), row)
+    wanted = jax.jit(run)(dataclasses.replace(kernel, product=nnxmoe.DequantizedProduct()), rows)
+    found = jit_outermost(run)(dataclasses.replace(kernel, product=FewRowsProduct()), rows)
     for ours, theirs, what in zip(found, wanted, ("y", "back", "d x", "jvp", "bfloat16"), strict=True):
         # DequantizedProduct rounds the weights to bfloat16 if the row is bfloat16.
         limit = 1e-2 if what == "bfloat16" else PART_TOLERANCE

@@ -86,9 +86,10 @@ def dot_f32(
     """
     row_axis = -3 - x_axis
     is_linear = x.ndim == 2 and x_axis == y_axis == -1
-    if is_linear and x.dtype.itemsize == 2 and (blocks := xla_cpu.output_blocks(x, y.shape[0])):
-        row = x.astype(jnp.float32)
-        return xla_cpu.sum_in_one_loop(blocks, lambda weights: weights.astype(jnp.float32) * row, y).astype(dtype)
+    if is_linear and x.dtype.itemsize == 2 and (blocks := xla_cpu.output_blocks(x, y.shape[0], most_rows=4)):
+        rows = x.astype(jnp.float32)
+        terms = lambda weights: [weights.astype(jnp.float32) * row for row in rows]  # noqa: E731
+        return xla_cpu.sum_in_one_loop(blocks, terms, y).astype(dtype)
     padded = xla_cpu.pad_rows(x, row_axis)
     if padded is not x:
         return dot_f32(padded, y, x_axis, y_axis, precision, dtype)[..., : x.shape[row_axis], :]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -114,30 +115,36 @@ class TwoInt8Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class SingleRowProduct:
-    """Product of a single row that dequantizes the weights in the loop over the inputs (see `sum_in_one_loop`).
+class FewRowsProduct:
+    """Product of a few rows that dequantizes the weights in the loop over the inputs (see `sum_in_one_loop`).
 
     Attributes:
-        fallback: Product for several rows, for transposed kernels, and for tiles with several outputs.
+        fallback: Product for more rows, for transposed kernels, and for tiles with several outputs.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
-        blocks = output_blocks(x, kernel.shape[1])
+        blocks = output_blocks(x, kernel.shape[1], most_rows=FEW_ROWS)
         if transpose or not blocks or not _is_summable(kernel, x):
             return self.fallback(x, kernel, transpose)
         format, groups = kernel.format, kernel.scale.shape[-1]
-        rows = [row.reshape(groups, -1) for row in format.split_halves(x.astype(jnp.float32))]
+        halves = [half.reshape(len(x), groups, -1) for half in format.split_halves(x.astype(jnp.float32))]
 
-        def products(codes: Array, scale: Array, zero: Array | None) -> Float[Array, "block G _"]:
+        def multiply(
+            row: Sequence[Float[Array, "G _"]], codes: Array, scale: Array, zero: Array | None
+        ) -> Float[Array, "block G _"]:
+            """Return the products of one row with the weights of a block of outputs."""
             values = format.decode_values(codes, has_zero=zero is not None)
-            product = sum(v.reshape(-1, *row.shape) * row for v, row in zip(values, rows, strict=True))
+            product = sum(v.reshape(-1, *half.shape) * half for v, half in zip(values, row, strict=True))
             scale = scale.astype(jnp.float32)[..., None] if groups > 1 else jnp.float32(1)
             if zero is None:
                 return product * scale
-            offset = zero.astype(jnp.float32)[..., None] * sum(rows)
+            offset = zero.astype(jnp.float32)[..., None] * sum(row)
             return product * scale + offset if format.offset else (product - offset) * scale
+
+        def products(*block: Any) -> list[Float[Array, "block G _"]]:
+            return [multiply(row, *block) for row in zip(*halves, strict=True)]
 
         out = sum_in_one_loop(blocks, products, kernel.codes, kernel.scale, kernel.zero)
         return out if groups > 1 else out * _output_scales(kernel)
@@ -183,17 +190,17 @@ class CastProduct:
 
 @dataclasses.dataclass(frozen=True)
 class AutoProduct:
-    """Product selected by backend and dtype of the rows. GPUs and TPUs use `CastProduct`.
+    """Product selected by backend, and by number and dtype of the rows. GPUs and TPUs use `CastProduct`.
 
-    CPUs use `SingleRowProduct` for one row, `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows.
-    The error of `TwoInt8Product` is smaller than the rounding error of 16-bit rows.
+    CPUs use `FewRowsProduct` for a few rows. With more rows, CPUs use `BlockwiseProduct` for float32 rows, and
+    `TwoInt8Product` for 16-bit rows, because its error is smaller than the rounding error of 16-bit rows.
     """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
         if not on_cpu():
             return CastProduct()(x, kernel, transpose)
         product = TwoInt8Product() if x.dtype.itemsize == 2 else BlockwiseProduct()
-        return SingleRowProduct(product)(x, kernel, transpose)
+        return FewRowsProduct(product)(x, kernel, transpose)
 
 
 def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
@@ -203,7 +210,7 @@ def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool
 
 
 def _is_summable(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
-    """Return whether `SingleRowProduct` supports the kernel."""
+    """Return whether `FewRowsProduct` supports the kernel."""
     format, groups = kernel.format, kernel.scale.shape[-1]
     is_even = groups == 1 or kernel.shape[0] == groups * format.tile[1]
     is_per_output = format.tile[0] == 1 and (groups > 1 or kernel.zero is None)

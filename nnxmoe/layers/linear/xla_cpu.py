@@ -6,7 +6,8 @@ Slowdowns are ratios of CPU time without the workaround to CPU time with the wor
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,8 +43,15 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     single row, the second trip repeats the first. The old values of dropped slots are read before the loop, because a
     select inside the loop would cast the whole bfloat16 buffer. Without the workaround, a write followed by attention
     to 4096 slots takes 1.8 times as long in float32, and 1.3 times as long in bfloat16.
+
+    In jax 0.10.2, each trip casts a whole 16-bit buffer, so both trips write all rows. With one trip per row, a
+    decoding step of eight rows of a Llama with 156M parameters takes 1.25 times as long.
     """
     size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
+    if COPIES_16_BITS and buffer.dtype.itemsize == 2:
+        is_slot = jnp.expand_dims(jnp.arange(size) == slots, [i for i in range(1, buffer.ndim) if i != axis])
+        new = jax.lax.optimization_barrier(new)
+        return jax.lax.fori_loop(0, 2, lambda _, buffer: jnp.where(is_slot, new, buffer), buffer)
     starts, in_range = jnp.minimum(slots[:, 0], size - 1), slots < size
     old_values = jax.vmap(lambda row, slot: jax.lax.dynamic_slice_in_dim(row, slot, 1, axis - 1))(buffer, starts)
     new = jnp.where(in_range.reshape(rows, *(1,) * (buffer.ndim - 1)), new, old_values)
@@ -95,25 +103,33 @@ def jit_outermost(function: Callable[..., Any], **options: Any) -> jax.stages.Wr
     return jax.jit(run, compiler_options=fast_math, **options)
 
 
-def output_blocks(x: Float[Array, "R _"], outs: int) -> int:
-    """Return the number of equal blocks of outputs for `sum_in_one_loop`, or 0 if it is not faster for rows ``x``."""
-    is_enabled = _vectorizes_sums.value and is_static(x.shape[0]) and x.shape[0] == 1
-    return next((count for count in (4, 3, 2) if outs % count == 0), 0) if is_enabled else 0
+def output_blocks(x: Float[Array, "R _"], outs: int, most_rows: int) -> int:
+    """Return the number of equal blocks of outputs for `sum_in_one_loop`, or 0 if it is not faster for rows ``x``.
+
+    A loop computes this number of sums per row. One row needs at least two sums. More than two per row compile slowly.
+    """
+    is_enabled = _vectorizes_sums.value and is_static(x.shape[0]) and x.shape[0] <= most_rows
+    counts = (4, 3, 2) if x.shape[0] == 1 else (2, 3)
+    return next((count for count in counts if outs % count == 0), 0) if is_enabled else 0
 
 
-def sum_in_one_loop(blocks: int, terms: Callable[..., Array], *arrays: Array | None) -> Float[Array, "1 O"]:
-    """Return the sums of ``terms(*arrays)`` ``[O, ...]`` over all axes except the first.
+def sum_in_one_loop(blocks: int, terms: Callable[..., Sequence[Array]], *arrays: Array | None) -> Float[Array, "R O"]:
+    """Return the sums of the ``R`` arrays ``terms(*arrays)``, each ``[O, ...]``, over all axes except the first.
 
     Axis 0 of the arrays is split into ``blocks`` equal blocks (see `output_blocks`). XLA:CPU computes the sums of all
     blocks in one loop, together with the operations of ``terms``, such as casts. A loop with several sums reads memory
-    at full speed. The sum of a single array is computed by a different, slower implementation (jax 0.10.2). For a
-    bfloat16 row and a kernel of 1536 x 576, `pad_rows` takes 2 times as long, because XLA:CPU rearranges the whole
-    kernel before a product of two rows (jax 0.10.2).
+    at full speed. The sum of a single array is computed by a different, slower implementation (jax 0.10.2).
+
+    XLA:CPU rearranges the whole kernel before a product of two or more bfloat16 rows. For a kernel of 2048 x 1024, its
+    product takes 2.2 times as long for one or two rows (padded by `pad_rows`), and 1.7 times as long for four rows.
+    With eight rows, the product is equally fast, but a loop that also dequantizes is faster (jax 0.10.2, 0.12.0).
     """
     splits = ([None] * blocks if array is None else jnp.split(array, blocks) for array in arrays)
-    operands = tuple(terms(*block) for block in zip(*splits, strict=True))
-    zeros, axes = (np.float32(0),) * blocks, tuple(range(1, operands[0].ndim))
-    return jnp.concatenate(jax.lax.reduce(operands, zeros, lambda x, y: tuple(map(jnp.add, x, y)), axes))[None]
+    by_row = zip(*(terms(*block) for block in zip(*splits, strict=True)), strict=True)
+    operands = tuple(itertools.chain(*by_row))
+    zeros, axes = (np.float32(0),) * len(operands), tuple(range(1, operands[0].ndim))
+    sums = jax.lax.reduce(operands, zeros, lambda x, y: tuple(map(jnp.add, x, y)), axes)
+    return jnp.concatenate(sums).reshape(len(operands) // blocks, -1)
 
 
 def is_faster_with_kernel_first(x: Float[Array, "R I"]) -> bool:
