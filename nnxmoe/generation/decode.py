@@ -19,7 +19,7 @@ from nnxmoe.generation.complete import Prompt, cache_capacity, encode_prompt
 from nnxmoe.generation.draft_cost import DraftOption
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint
-from nnxmoe.generation.grouping import LARGE, SMALL, SMALLEST_BATCH, SMALLEST_CACHE, PrefillGroup, chunk_sizes
+from nnxmoe.generation.grouping import LARGE, MIN_ROWS, SMALL, SMALL_BATCH, SMALLEST_CACHE, PrefillGroup, chunk_sizes
 from nnxmoe.generation.ids import EosIds, as_token_ids, check_ids, eos_ids
 from nnxmoe.generation.passes import CacheSize, cache_bytes, fits
 from nnxmoe.generation.request import Finish, Request, RequestOptions
@@ -189,7 +189,7 @@ def _requests(
     check_ids(tokens.reshape(-1), vocab)
     ids, valid = left_pad(tokens, attention_mask)
     rows, length = ids.shape
-    is_small_batch = rows <= SMALLEST_BATCH  # with more rows, padding costs more time than compiling a program
+    is_small_batch = rows <= SMALL_BATCH  # with more rows, padding costs more time than compiling a program
     capacity = cache_capacity(model, length + options.max_new_tokens, SMALLEST_CACHE if is_small_batch else SMALL)
     chunked = model.token_independent() and (is_small_batch or length > LARGE)
     sizes = chunk_sizes(length) if chunked else [bucket_size(length, 16)]
@@ -213,8 +213,8 @@ def _report_dropped(engine: Engine) -> None:
 
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
-    """Round the number of rows up to 1, 8, 12, 16, …, or return ``rows`` if memory does not suffice."""
-    batch = rows if rows == 1 else bucket_size(rows, SMALLEST_BATCH)
+    """Round the number of rows up to 1, 4, 6, 8, 12, …, or return ``rows`` if memory does not suffice."""
+    batch = rows if rows == 1 else bucket_size(rows, MIN_ROWS)
     return batch if fits(model, cache_bytes(model, batch, CacheSize(capacity, 0))) else rows
 
 

@@ -14,10 +14,10 @@ from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # Tokens per prefill chunk.
 MAX_SMALL = 6  # Up to this many small chunks are faster than one large chunk.
-# Minimum total tokens of up to 8 rows. As a minimum per row, it would slow down 8 rows of the demo by a factor of three
-# (two CPU cores).
-SMALLEST_CACHE = 512
-SMALLEST_BATCH = 8  # Minimum rows if more than one.
+# Maximum rows of a small batch, and minimum total tokens of a small batch. As a minimum per row, it would slow down 8
+# rows of the demo by a factor of three (two CPU cores).
+SMALL_BATCH, SMALLEST_CACHE = 8, 512
+MIN_ROWS = 4  # Minimum rows of a batch with more than one row.
 _MAX_RECENT = 32  # Number of recent prompts that a new prompt is compared with.
 
 
