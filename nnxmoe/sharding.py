@@ -127,8 +127,8 @@ def _warn_replicated(count: str, axes: Sequence[str]) -> None:
     )
 
 
-def replicate(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """Replicate ``x`` over the mesh so that every process can read it."""
+def replicate(x: Any, mesh: AnyMesh | None) -> Any:
+    """Replicate the arrays of a tree over the mesh so that every process can read them."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 

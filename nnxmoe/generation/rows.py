@@ -261,7 +261,7 @@ def empty_rows(
     zeros = jnp.zeros((count,), jnp.int32)
     history = History(jnp.zeros((count, capacity), jnp.int32), zeros, zeros)
     ids = jnp.zeros((count, width), jnp.int32)
-    return _replicate_tree((RowStates(params, history, ids, ids > 0, memory), jnp.int32(0)), mesh)
+    return replicate((RowStates(params, history, ids, ids > 0, memory), jnp.int32(0)), mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(8,), donate_argnums=(0,))
@@ -307,7 +307,7 @@ def start_rows(
     new_rows = rows._replace(params=jax.tree.map(put, rows.params, params), history=history, memory=memory)
     new_rows = _next(new_rows, last_ids, active, last_ids[:, None], None, started, options, draft)
     report = report._replace(drafts=jnp.take(new_rows.ids[:, 1:], at, axis=0, mode="clip"))
-    return _replicate_tree((new_rows, report), options.mesh)
+    return replicate((new_rows, report), options.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(6,), donate_argnums=(0,))
@@ -350,7 +350,7 @@ def step_rows(
     active = running & (report.end == RUNNING)
     new_rows = _next(new_rows, last_ids, active, report.ids, states, count, options, draft)
     report = report._replace(drafts=new_rows.ids[:, 1:])
-    return _replicate_tree((new_rows, length, report), options.mesh)
+    return replicate((new_rows, length, report), options.mesh)
 
 
 def _next(
@@ -371,10 +371,6 @@ def _next(
         drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
         next_ids = jnp.concatenate([next_ids, drafts], axis=1)
     return rows._replace(ids=next_ids, active=jnp.broadcast_to(active[:, None], next_ids.shape), memory=memory)
-
-
-def _replicate_tree(tree: Any, mesh: AnyMesh | None) -> Any:
-    return jax.tree.map(lambda a: replicate(a, mesh), tree)
 
 
 def _accept(

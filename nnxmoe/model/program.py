@@ -276,11 +276,15 @@ class Structure:
     """Structure of a model (graph and parameter tree), with the programs compiled for it.
 
     References to modules are weak, so programs do not keep replaced modules in memory.
+
+    Attributes:
+        cache_arrays: Abstract arrays of the model's empty caches, by number of rows and `CacheSize`.
     """
 
     def __init__(self, model: Any, stripped: Any, graph: Any, state: Any):
         self.graph, self.tree = graph, jax.tree.structure(state)
         self._programs: dict[Any, Any] = {}
+        self.cache_arrays: dict[Any, list[jax.ShapeDtypeStruct]] = {}
         parts = dict(nnx.iter_graph(stripped))
         modules = [part for part in parts.values() if isinstance(part, nnx.Module) and part is not stripped]
         self._modules = [(weakref.ref(model), _fingerprint(model, _NOT_CALLED))]
