@@ -14,9 +14,10 @@ from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # Tokens per prefill chunk.
 MAX_SMALL = 6  # Up to this many small chunks are faster than one large chunk.
-# Maximum rows of a small batch, and minimum total tokens of a small batch. As a minimum per row, it would slow down 8
-# rows of the demo by a factor of three (two CPU cores).
-SMALL_BATCH, SMALLEST_CACHE = 8, 512
+SMALL_BATCH = 8  # Maximum rows of a small batch.
+# Minimum cache capacity: per row of a small batch in `generate`, which limits the number of programs, and of all rows
+# together in `complete`. There, 512 tokens per row would slow down 8 rows of the demo by a factor of three (two cores).
+SMALLEST_CACHE = 512
 MIN_ROWS = 4  # Minimum rows of a batch with more than one row.
 _MAX_RECENT = 32  # Number of recent prompts that a new prompt is compared with.
 

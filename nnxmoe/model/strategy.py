@@ -53,8 +53,9 @@ _WHY = {  # (type, backend or None for all) -> reason. Speeds: `python -m tests.
         "AllGatherAttention",
         None,
     ): "all-gathers the keys and values of whole rows; each device attends with its own queries",
-    ("AutoProduct", "cpu"): "for quantized kernels only: integer products of int8 codes with a few 16-bit rows, "
-    "otherwise a loop over blocks of outputs; neither creates a float copy of the kernel",
+    ("AutoProduct", "cpu"): "for quantized kernels only: one loop that dequantizes for up to 8 rows, integer products "
+    "of int8 codes for up to 16 16-bit rows, otherwise a loop over blocks of outputs; none creates a float copy of the "
+    "kernel",
     (
         "AutoProduct",
         "tpu",

@@ -51,10 +51,10 @@ class BlockedMatmul:
         vjp_blocks = block_sizes(num_rows, num_groups, FEW_SIZE_FACTORS)
         if num_rows >= 32 * num_groups:
             blocks = block_sizes(num_rows, num_groups, MANY_SIZE_FACTORS)
-        elif num_rows <= 4 * num_groups:
-            blocks = block_sizes(num_rows, num_groups, DECODE_SIZE_FACTORS)
-        else:  # reading the kernels dominates the run time, so extra padding costs nothing
+        elif num_rows > 4 * num_groups:  # reading the kernels dominates the run time, so extra padding costs nothing
             blocks = vjp_blocks
+        else:
+            blocks = block_sizes(num_rows, num_groups, DECODE_SIZE_FACTORS)
         return self._multiply_in_blocks(rows, kernel, sizes, vjp_blocks, blocks)
 
     def _multiply_in_blocks(
@@ -79,7 +79,8 @@ class BlockedMatmul:
 
 
 # Block sizes as multiples of the mean group size. The factors are dense just above 1, because about half of the groups
-# are slightly larger than the mean if the load is balanced.
+# are slightly larger than the mean if the load is balanced. Groups of decoding steps have only a few rows, and each
+# additional block reads the whole kernel again.
 FEW_SIZE_FACTORS = (0.5, 1.125, 1.5, 2)
 DECODE_SIZE_FACTORS = (0.5, 1, 2, 4)
 MANY_SIZE_FACTORS = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
@@ -143,6 +144,12 @@ def _window(block, start, end, rows):
     return first_row, ((index >= start) & (index < end))[:, None]
 
 
+def _group_kernel(kernel, group):
+    """Like `Kernel.expert`, but slice the arrays as bits (see `as_bits`). Not differentiable."""
+    bits = jax.tree.map(as_bits, kernel).expert(group)
+    return jax.tree.map(lambda leaf, leaf_bits: from_bits(leaf_bits, leaf.dtype), kernel, bits)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, each eager call would recompile the loops
 def _apply(blocks, rows, kernel, sizes, transpose):
     """Compute the grouped matmul. If ``transpose``, multiply by the transposed kernels."""
@@ -151,7 +158,7 @@ def _apply(blocks, rows, kernel, sizes, transpose):
     def group_product(block, is_last_size, start, end, group, carry):
         def block_product(start, carry):
             rows, kernel, out = carry
-            group_kernel = kernel.expert(group)  # slicing it outside of the loop over blocks would copy it
+            group_kernel = _group_kernel(kernel, group)  # inside of this loop, because XLA:CPU copies a carried slice
             first_row, mask = _window(block, start, end, num_rows)
             tile = jax.lax.dynamic_slice_in_dim(rows, first_row, block)
             tile = as_bits(group_kernel.vjp_input(tile) if transpose else group_kernel(tile))

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
 from nnxmoe.layers.linear.staged_gather import gather_first_stage
-from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 
 STACK_AXES = (*LAYER_AXES, "expert")  # logical axes of stacked kernels: each index is a separate linear map
 
@@ -98,11 +97,7 @@ class Kernel:
 
     def expert(self, index: int | Int[Array, ""]) -> Self:
         """Return the kernel of one expert."""
-
-        def index_leaf(leaf: Array) -> Array:
-            return from_bits(jax.lax.dynamic_index_in_dim(as_bits(leaf), index, keepdims=False), leaf.dtype)
-
-        return jax.tree.map(index_leaf, self)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), self)
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
         """Return the float32 gradient ``x.T @ d`` of a single linear map, as a kernel of the same class."""

@@ -85,8 +85,8 @@ def dot_f32(
     Batch dimensions come first, because XLA:CPU cannot execute some bfloat16 products with other dimension orders.
     """
     row_axis = -3 - x_axis
-    is_linear = x.ndim == 2 and x_axis == y_axis == -1
-    if is_linear and x.dtype.itemsize == 2 and (blocks := xla_cpu.output_blocks(x, y.shape[0], most_rows=4)):
+    is_linear = x.ndim == 2 and x_axis == y_axis == -1 and x.dtype.itemsize == 2 and not _is_intercepted()
+    if is_linear and (blocks := xla_cpu.output_blocks(x, y.shape[0], max_rows=xla_cpu.FEW_ROWS)):
         rows = x.astype(jnp.float32)
         terms = lambda weights: [weights.astype(jnp.float32) * row for row in rows]  # noqa: E731
         return xla_cpu.sum_in_one_loop(blocks, terms, y).astype(dtype)

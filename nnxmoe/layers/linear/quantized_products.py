@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from nnxmoe.layers.linear.xla_cpu import on_cpu, output_blocks, sum_in_one_loop,
 from nnxmoe.sharding import is_static
 
 INT8_MAX = 127.0
-FEW_ROWS = 8  # maximum number of rows for which dequantization takes longer than multiplication on CPUs
+MAX_LOOP_ROWS = 8  # up to this number of rows, dequantization takes longer than multiplication on CPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,8 @@ class DequantizedProduct:
 class BlockwiseProduct:
     """Product that dequantizes and multiplies one block of outputs at a time.
 
-    Up to `FEW_ROWS` 16-bit rows are multiplied in float32, because CPUs dequantize to float32 faster than to bfloat16.
+    Up to `MAX_LOOP_ROWS` 16-bit rows are multiplied in float32, because CPUs dequantize to float32 faster than to
+    bfloat16.
 
     Attributes:
         size: Maximum number of weights per block. A block has at most a quarter of all outputs.
@@ -48,7 +48,7 @@ class BlockwiseProduct:
         if x.dtype.itemsize == 2:
             # Skip the format's rounding of the weights, because the rows are rounded to 16 bits anyway.
             kernel = dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, round_dtype=None))
-            if is_static(x.shape[0]) and x.shape[0] <= FEW_ROWS:
+            if is_static(x.shape[0]) and x.shape[0] <= MAX_LOOP_ROWS:
                 x = x.astype(jnp.float32)
         return (_multiply_transposed_blocks if transpose else _multiply_blocks)(x, kernel, block)
 
@@ -116,37 +116,38 @@ class TwoInt8Product:
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsProduct:
-    """Product of a few rows that dequantizes the weights in the loop over the inputs (see `sum_in_one_loop`).
+    """Product of up to 8 rows that dequantizes the weights inside the loop of `sum_in_one_loop`.
 
     Attributes:
-        fallback: Product for more rows, for transposed kernels, and for tiles with several outputs.
+        fallback: Product for more rows, for transposed kernels, for tiles with several outputs, and for programs
+            outside of `jit_outermost`.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
-        blocks = output_blocks(x, kernel.shape[1], most_rows=FEW_ROWS)
+        blocks = output_blocks(x, kernel.shape[1], max_rows=MAX_LOOP_ROWS)
         if transpose or not blocks or not _is_summable(kernel, x):
             return self.fallback(x, kernel, transpose)
         format, groups = kernel.format, kernel.scale.shape[-1]
-        halves = [half.reshape(len(x), groups, -1) for half in format.split_halves(x.astype(jnp.float32))]
+        row_halves = [half.reshape(len(x), groups, -1) for half in format.split_halves(x.astype(jnp.float32))]
 
-        def multiply(
-            row: Sequence[Float[Array, "G _"]], codes: Array, scale: Array, zero: Array | None
-        ) -> Float[Array, "block G _"]:
-            """Return the products of one row with the weights of a block of outputs."""
+        def block_terms(codes: Array, scale: Array, zero: Array | None) -> list[Float[Array, "block G _"]]:
+            """Return the terms of the products of each row with the weights of a block of outputs."""
             values = format.decode_values(codes, has_zero=zero is not None)
-            product = sum(v.reshape(-1, *half.shape) * half for v, half in zip(values, row, strict=True))
+            values = [half.reshape(-1, *rows.shape[1:]) for half, rows in zip(values, row_halves, strict=True)]
             scale = scale.astype(jnp.float32)[..., None] if groups > 1 else jnp.float32(1)
-            if zero is None:
-                return product * scale
-            offset = zero.astype(jnp.float32)[..., None] * sum(row)
-            return product * scale + offset if format.offset else (product - offset) * scale
 
-        def products(*block: Any) -> list[Float[Array, "block G _"]]:
-            return [multiply(row, *block) for row in zip(*halves, strict=True)]
+            def multiply(*row: Float[Array, "G _"]) -> Float[Array, "block G _"]:
+                product = sum(value * half for value, half in zip(values, row, strict=True))
+                if zero is None:
+                    return product * scale
+                offset = zero.astype(jnp.float32)[..., None] * sum(row)
+                return product * scale + offset if format.offset else (product - offset) * scale
 
-        out = sum_in_one_loop(blocks, products, kernel.codes, kernel.scale, kernel.zero)
+            return [multiply(*row) for row in zip(*row_halves, strict=True)]
+
+        out = sum_in_one_loop(blocks, block_terms, kernel.codes, kernel.scale, kernel.zero)
         return out if groups > 1 else out * _output_scales(kernel)
 
 
@@ -192,8 +193,9 @@ class CastProduct:
 class AutoProduct:
     """Product selected by backend, and by number and dtype of the rows. GPUs and TPUs use `CastProduct`.
 
-    CPUs use `FewRowsProduct` for a few rows. With more rows, CPUs use `BlockwiseProduct` for float32 rows, and
-    `TwoInt8Product` for 16-bit rows, because its error is smaller than the rounding error of 16-bit rows.
+    CPUs use `FewRowsProduct` for up to 8 rows in programs of `jit_outermost`. Otherwise, CPUs use `BlockwiseProduct`
+    for float32 rows, and `TwoInt8Product` for 16-bit rows, because its error is smaller than the rounding error of
+    16-bit rows.
     """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:

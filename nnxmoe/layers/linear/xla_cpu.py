@@ -20,18 +20,18 @@ from nnxmoe.sharding import is_static
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # jax 0.12.0 is the oldest tested release without these copies
 FEW_ROWS = 4  # number of rows for which XLA:CPU has a fast 16-bit product
 
-# Whether the traced program is compiled by `jit_outermost`. JAX does not share traced functions between both values.
+# True while a program of `jit_outermost` is traced. JAX caches traces separately for each value.
 _vectorizes_sums = jax.make_user_context(False)
 
 
 def on_cpu() -> bool:
-    """Return whether programs are compiled for a CPU: `jax.default_device` if it is set, else the default backend."""
-    device = jax.config.values["jax_default_device"]
+    """Return whether programs are compiled for a CPU: the platform of `jax.default_device` if set, else the backend."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return (jax.default_backend() if device is None else getattr(device, "platform", device)) == "cpu"
 
 
 def is_single_cpu() -> bool:
-    """Return whether the backend is a single CPU device, so batches are not sharded."""
+    """Return whether programs are compiled for a CPU and JAX has a single device, so batches are not sharded."""
     return on_cpu() and jax.device_count() == 1
 
 
@@ -40,12 +40,13 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
 
     XLA:CPU fuses a write with each use of the result, and copies the whole buffer for each use (jax 0.10.2, 0.12.0).
     The result of a loop is not fused. XLA unrolls loops with one trip, so the loop has at least two trips. With a
-    single row, the second trip repeats the first. The old values of dropped slots are read before the loop, because a
-    select inside the loop would cast the whole bfloat16 buffer. Without the workaround, a write followed by attention
-    to 4096 slots takes 1.8 times as long in float32, and 1.3 times as long in bfloat16.
+    single row, the second trip repeats the first. Without the workaround, a write followed by attention to 4096 slots
+    takes 1.8 times as long in float32, and 1.3 times as long in bfloat16.
 
-    In jax 0.10.2, each trip casts a whole 16-bit buffer, so both trips write all rows. With one trip per row, a
-    decoding step of eight rows of a Llama with 156M parameters takes 1.25 times as long.
+    Each trip writes one row. The old values of dropped slots are read before the loop, because a select inside the loop
+    would cast the whole bfloat16 buffer. jax 0.10.2 casts a 16-bit buffer on each trip anyway. There, both trips write
+    all rows with a select. With one trip per row, a decoding step of eight rows of a Llama with 156M parameters takes
+    1.25 times as long.
     """
     size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
     if COPIES_16_BITS and buffer.dtype.itemsize == 2:
@@ -67,7 +68,7 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
 
 
 def pad_rows(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Append zeros to one, two or three 16-bit rows along ``axis``. Return all other arrays unchanged.
+    """Pad a single 16-bit row along ``axis`` to four rows with zeros. On a single CPU, also pad two or three rows.
 
     XLA:CPU rewrites a matmul with a single bfloat16 row as a matrix-vector product and casts the whole kernel (jax
     0.10.2, 0.12.0). With additional rows, XLA:CPU does not cast the kernel. Without them, the product takes 11 times
@@ -84,10 +85,10 @@ def pad_rows(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 
 
 def jit_outermost(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
-    """Like `jax.jit`, for programs outside of transformations. Enables `sum_in_one_loop` on a single CPU device.
+    """Compile a program that is never called inside a transformation. On a single CPU, enables `sum_in_one_loop`.
 
-    XLA:CPU vectorizes the loops of `sum_in_one_loop` only if sums may be reordered (jax 0.10.2). The options of fast
-    math permit this. Its other effects, such as on NaN and infinity, are turned off. JAX rejects options of a program
+    XLA:CPU vectorizes the loops of `sum_in_one_loop` only if sums may be reordered (jax 0.10.2). Fast math permits
+    this. The other effects of fast math, such as on NaN and infinity, are turned off. JAX rejects options of a program
     that is called inside a transformation.
     """
     if not is_single_cpu():
@@ -97,32 +98,33 @@ def jit_outermost(function: Callable[..., Any], **options: Any) -> jax.stages.Wr
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        with _vectorizes_sums(True):
+        with _vectorizes_sums(is_single_cpu()):  # it may be retraced for another device
             return function(*args)
 
     return jax.jit(run, compiler_options=fast_math, **options)
 
 
-def output_blocks(x: Float[Array, "R _"], outs: int, most_rows: int) -> int:
-    """Return the number of equal blocks of outputs for `sum_in_one_loop`, or 0 if it is not faster for rows ``x``.
+def output_blocks(x: Float[Array, "R _"], outs: int, max_rows: int) -> int:
+    """Return the number of equal blocks into which `sum_in_one_loop` splits the outputs, or 0 if it is not used.
 
-    A loop computes this number of sums per row. One row needs at least two sums. More than two per row compile slowly.
+    It is used inside of `jit_outermost`, for up to ``max_rows`` rows, if the outputs can be divided. The loop computes
+    one sum per row and block. More blocks are faster for a single row, but compile slowly for several rows.
     """
-    is_enabled = _vectorizes_sums.value and is_static(x.shape[0]) and x.shape[0] <= most_rows
+    is_enabled = _vectorizes_sums.value and is_static(x.shape[0]) and 1 <= x.shape[0] <= max_rows
     counts = (4, 3, 2) if x.shape[0] == 1 else (2, 3)
     return next((count for count in counts if outs % count == 0), 0) if is_enabled else 0
 
 
 def sum_in_one_loop(blocks: int, terms: Callable[..., Sequence[Array]], *arrays: Array | None) -> Float[Array, "R O"]:
-    """Return the sums of the ``R`` arrays ``terms(*arrays)``, each ``[O, ...]``, over all axes except the first.
+    """Return the sums over all axes except the first of the ``R`` arrays ``[O, ...]`` that ``terms(*arrays)`` returns.
 
-    Axis 0 of the arrays is split into ``blocks`` equal blocks (see `output_blocks`). XLA:CPU computes the sums of all
+    Axis 0 of ``arrays`` is split into ``blocks`` equal blocks (see `output_blocks`). XLA:CPU computes the sums of all
     blocks in one loop, together with the operations of ``terms``, such as casts. A loop with several sums reads memory
     at full speed. The sum of a single array is computed by a different, slower implementation (jax 0.10.2).
 
-    XLA:CPU rearranges the whole kernel before a product of two or more bfloat16 rows. For a kernel of 2048 x 1024, its
-    product takes 2.2 times as long for one or two rows (padded by `pad_rows`), and 1.7 times as long for four rows.
-    With eight rows, the product is equally fast, but a loop that also dequantizes is faster (jax 0.10.2, 0.12.0).
+    Before a product with two or more bfloat16 rows, XLA:CPU rearranges the whole kernel. For a kernel of 2048 x 1024,
+    this product takes 2.2 times as long for two rows (also for one row with `pad_rows`), and 1.7 times as long for four
+    rows. For eight rows, it is equally fast, unless the loop also dequantizes (jax 0.10.2, 0.12.0).
     """
     splits = ([None] * blocks if array is None else jnp.split(array, blocks) for array in arrays)
     by_row = zip(*(terms(*block) for block in zip(*splits, strict=True)), strict=True)
