@@ -4,6 +4,7 @@ Each line is the largest difference relative to the largest value, and its limit
 tests.benchmarks.gpu``. Small shapes, the same on every backend, with empty groups, windows and padding.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.grouped import product_and_gradients
 from tests.support.tiny import ORACLE, TINY, random_tokens
 
 Line = tuple[str, float, float]  # what, difference, limit
+Comparison = Callable[[], Line]
 CODES = [
     *(
         CodeFormat("int8", (1, FULL)),
@@ -55,48 +57,57 @@ def difference(found: Any, wanted: Any) -> float:
     return worst
 
 
-def compare(name: str, found: Callable[[], Any], wanted: Any, limit: float) -> Line:
-    """One line; what the device refuses is an infinite difference with its reason in the name."""
-    try:
-        return name, difference(found(), wanted), limit
-    except Exception as error:  # any failure of a kernel is a finding
-        return f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", float("inf"), limit
+def compare(name: str, found: Callable[[], Any], wanted: Any, limit: float) -> Comparison:
+    """Return a function that compares. A failure is an infinite difference with its reason in the name."""
+
+    def line() -> Line:
+        try:
+            return name, difference(found(), wanted), limit
+        except Exception as error:  # any failure of a kernel is a finding
+            return f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", float("inf"), limit
+
+    return line
 
 
-def attention(width: int = 128, length: int = 256) -> Iterator[Line]:
-    """The default attention in bfloat16, with its gradients."""
+def attention(width: int = 128, length: int = 256) -> Iterator[Comparison]:
+    """Compare the default attention in bfloat16, and its gradients, with `ReferenceAttention` in float32."""
     rng, attention_fn = np.random.default_rng(0), nnxmoe.Strategy.auto().attention_fn
     shapes = (2, 8, length, width), (2, 2, length, width), (2, 2, length, width)
     given = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    index = jnp.arange(length)
+    sinks = jnp.asarray(rng.standard_normal(8), jnp.float32)
+    index, stored = jnp.arange(length), jnp.array([[length // 2], [length // 3]])
     valid, segment = index >= jnp.array([[0], [9]]), jnp.stack([index // 50, index // 70])
     masks = {
         "causal": Mask(index, None, SlotMetadata(index, None, None), None, causal=True),
         "window": Mask(index, None, SlotMetadata(index, None, None), 40, causal=True),
         "padded": Mask(index, None, SlotMetadata(index, valid, None), None, causal=True),
-        "packed": Mask(index, segment, SlotMetadata(index, None, segment), 40, causal=True),
+        "packed": Mask(index, segment, SlotMetadata(index, None, segment), None, causal=True),
+        "packed, window": Mask(index, segment, SlotMetadata(index, None, segment), 40, causal=True),
+        "chunk with a cache": Mask(
+            stored + index[:64], None, SlotMetadata(jnp.where(index < stored + 64, index, -1), None, None), None
+        ),
     }
-    for name, mask in masks.items():
-        scores = MaskedSoftmax(mask, width**-0.5)
+    cases = [(mask, name, has_sinks) for has_sinks in (False, True) for name, mask in masks.items()]
+    for mask, name, has_sinks in cases:
         real = valid[:, None, :, None] if name == "padded" else True
+        operands = [given[0][:, :, : mask.query_index.shape[-1]], *given[1:], *[sinks] * has_sinks]
+        label = f"{type(attention_fn).__name__}, {name}{', sinks' if has_sinks else ''}"
 
-        def run(attention_fn: Any, given: Any, scores: MaskedSoftmax = scores, real: Any = real) -> Any:
-            def loss(*given: Any) -> Any:
-                out = jnp.where(real, attention_fn(*given, scores), 0).astype(jnp.float32)
+        def run(attention_fn: Any, operands: Any, mask: Mask = mask, real: Any = real) -> Any:
+            def loss(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
+                scores = MaskedSoftmax(mask, width**-0.5, None, *sinks)
+                out = jnp.where(real, attention_fn(q, k, v, scores), 0).astype(jnp.float32)
                 return jnp.sum(jnp.sin(out)), out
 
-            return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*given)
+            return jax.jit(jax.value_and_grad(loss, tuple(range(len(operands))), has_aux=True))(*operands)
 
-        (_, out), grads = run(nnxmoe.ReferenceAttention(), [x.astype(jnp.float32) for x in given])
-        yield compare(
-            f"{type(attention_fn).__name__}, {name}, output", lambda: run(attention_fn, given)[0][1], out, ROUNDED
-        )
-        yield compare(
-            f"{type(attention_fn).__name__}, {name}, gradients", lambda: run(attention_fn, given)[1], grads, ROUNDED
-        )
+        (_, out), grads = run(nnxmoe.ReferenceAttention(), [x.astype(jnp.float32) for x in operands])
+        found = functools.partial(run, attention_fn, operands)
+        yield compare(f"{label}, output", lambda: found()[0][1], out, ROUNDED)  # noqa: B023
+        yield compare(f"{label}, gradients", lambda: found()[1], grads, ROUNDED)  # noqa: B023
 
 
-def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterator[Line]:
+def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterator[Comparison]:
     """Each grouped product with its gradients, in float32 and bfloat16, with uneven and empty groups."""
     rng = np.random.default_rng(1)
     rows, kernel = rng.standard_normal((200, ins)), rng.standard_normal((6, ins, outs)) / ins**0.5
@@ -109,7 +120,7 @@ def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterat
                 yield compare(label, lambda: product_and_gradients(matmul, *given), wanted, limit)  # noqa: B023
 
 
-def quantized(matmuls: dict[str, Any]) -> Iterator[Line]:
+def quantized(matmuls: dict[str, Any]) -> Iterator[Comparison]:
     """Each grouped product with codes of 8 and 4 bits, and the gradient of the rows, in bfloat16."""
     rng, sizes = np.random.default_rng(3), jnp.array([3, 0, 30, 7], jnp.int32)
     rows, weight = (jnp.asarray(rng.standard_normal((44, width)), jnp.float32) for width in (256, 128))
@@ -129,7 +140,7 @@ def quantized(matmuls: dict[str, Any]) -> Iterator[Line]:
             yield compare(f"{name}, {codes}", lambda: (found()[0][1], found()[1]), (y, d_rows), ROUNDED)  # noqa: B023
 
 
-def exchange() -> Iterator[Line]:
+def exchange() -> Iterator[Comparison]:
     """The ragged exchange and its gradient on a mesh of one device: some rows are not sent."""
     mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((12, 8)), jnp.float32)
@@ -152,7 +163,7 @@ def exchange() -> Iterator[Line]:
     yield compare("ragged_all_to_all and its gradient", lambda: runs[0](rows), runs[1](rows), 1e-6)
 
 
-def models() -> Iterator[Line]:
+def models() -> Iterator[Comparison]:
     """Tiny models of four families with the default strategy: logits of a pass, of cached steps, of the engine's ids,
     of int8 and int4 codes, and the gradient of a loss; the oracle's strategy on the CPU is the reference."""
     tokens = np.asarray(random_tokens(2, 24))
@@ -182,11 +193,14 @@ def models() -> Iterator[Line]:
         )
 
 
-def report(matmuls: dict[str, Any]) -> int:
-    """Prints every line; returns how many exceed their limit."""
+def report(matmuls: dict[str, Any], is_late: Callable[[], bool] = lambda: False) -> int:
+    """Print every line until ``is_late()``. Return the number of lines that exceed their limit."""
     failed = 0
-    for lines in (exchange(), attention(), products(matmuls), quantized(matmuls), models()):
-        for what, found, limit in lines:
+    for comparisons in (attention(), exchange(), products(matmuls), quantized(matmuls), models()):
+        for comparison in comparisons:
+            if is_late():
+                return failed
+            what, found, limit = comparison()
             failed += not found <= limit
             print(f"{'' if found <= limit else 'DIFFERS '}{what}: {found:.1e} (limit {limit:.0e})", flush=True)
     return failed

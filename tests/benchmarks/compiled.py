@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.compiled [--only prefill decode moe attention train] [--text FOLDER]
 
-Nothing is run and no GPU is needed, only the extras ``kernels`` and ``plan-gpu``. Each program has the real widths of a
-model in bfloat16, and few layers (`tests.benchmarks.gpu_programs`). Without a GPU, XLA does not choose the fastest
-implementation of each product, so the times of a GPU are not known. ``limit`` is a lower bound: for every kernel the
-larger of its bytes at 3.35 TB/s and its FLOPs at 800 TFLOP/s, and at least 2 us.
+Programs are compiled but not run. No GPU is needed, only the extras ``kernels`` and ``plan-gpu``. Each program has the
+dimensions of a real model in bfloat16, and few layers (`tests.benchmarks.gpu_programs`). The fastest implementation of
+each product is unknown, so no times are printed. ``bytes`` are relative to the bytes that must be read and written.
+``bound`` is a lower bound of the run time: for every kernel the larger of its bytes at 3.35 TB/s and its FLOPs at 800
+TFLOP/s, and at least 2 us.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from nnxmoe.apps.planning.compilation import environment
 
 BYTES_PER_S, FLOPS_PER_S, LAUNCH_S = 3.35e12, 8e14, 2e-6
 LARGE = 2**21  # elements of an array that should not be copied: a weight or a cache
+MARKER = "_NNXMOE_COMPILED_BENCHMARK"  # environment variable of the process that compiles
 FREE = set("parameter constant bitcast tuple get-tuple-element while conditional call after-all partition-id".split())
 FREE |= {"opt-barrier", "optimization-barrier", "iota"}
 SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice", "scatter"}
@@ -124,32 +126,48 @@ def product(line: Line, types: Mapping[str, str]) -> tuple[str, float] | None:
 
 
 def read_bytes(module: Module, line: Line, types: Mapping[str, str]) -> int:
-    """Return the bytes that a kernel reads and writes. Slices and updates count the bytes of the slice only."""
-    body, total, updated = module.body(line), size(line.result), 0
-    inner = {name: one.result for name, one in body.items()}
-    parameters = {int(one.text.split(")")[0]): one for one in body.values() if one.operation == "parameter"}
-    for one in body.values():
-        if one.operation in UPDATES and size(one.result) * 2 <= total * 2 and len(one.operands) > 1:
-            values = [name for name in one.operands[1:] if name in inner]
-            updated += size(one.result) - max(map(size, (inner[name] for name in values)), default=0)
-    total = max(total - updated, 0)
+    """Return the bytes that a kernel reads and writes. Slices and updates count the bytes of the slice only.
+
+    An array that the kernel also uses in a different way, for example after a bitcast, counts in full.
+    """
+    body, inner, parameters = [line], types, dict(enumerate(line.operands))
+    if fused := module.body(line):
+        body, inner = [*fused.values()], {name: instruction.result for name, instruction in fused.items()}
+        parameters = {int(i.text.split(")")[0]): i.name for i in body if i.operation == "parameter"}
+    total, written = size(line.result), size(line.result)
+    for instruction in body:
+        if instruction.operation in UPDATES and size(instruction.result) <= total:
+            values = [inner[name] for name in instruction.operands[1:] if name in inner]
+            written -= size(instruction.result) - max(map(size, values), default=0)
+    moved = max(written, 0)
     for index, name in enumerate(line.operands):
-        full = size(types.get(name, ""))
-        if index in parameters:
-            users = [one for one in body.values() if parameters[index].name in one.operands]
-            if users and all(one.operation in SLICES for one in users):
-                full = min(full, sum(size(one.result) for one in users))
-            elif users and all(one.operation in UPDATES and one.operands[0] == parameters[index].name for one in users):
+        full, parameter = size(types.get(name, "")), parameters.get(index)
+        users = [instruction for instruction in body if parameter in instruction.operands]
+        if users and all(user.operands[0] == parameter for user in users):
+            if all(user.operation in SLICES for user in users):
+                full = min(full, sum(size(user.result) for user in users))
+            elif all(user.operation in UPDATES for user in users):
                 full = 0
-        total += full
-    return total
+        moved += full
+    return moved
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a compiled program does; counts and bytes of all its layers."""
+    """Counts and bytes of a compiled program, over all layers.
 
-    products: Mapping[str, tuple[int, float]]  # dtype -> number, FLOPs
+    Attributes:
+        products: Number and FLOPs of the matrix products per dtype.
+        kernels: Number of kernels that are launched.
+        bytes: Bytes that all kernels read and write.
+        needed: Bytes that must be read and written.
+        limit_s: Lower bound of the run time.
+        copies: Large arguments that are copied, cast or transposed.
+        attention: Number of calls per attention kernel.
+        unknown_loops: Number of loops whose trip count depends on data.
+    """
+
+    products: Mapping[str, tuple[int, float]]
     kernels: int
     bytes: int
     needed: int
@@ -165,12 +183,13 @@ def facts(text: str, needed: int) -> Facts:
     total, seconds, attention, copies = 0, 0.0, Counter[str](), []
     for name, line, times in module.kernels():
         types = {other.name: other.result for other in module.lines[name].values()}
-        inner = {one.name: one.result for one in module.body(line).values()}
-        found = [product(line, types), *(product(one, inner) for one in module.body(line).values())]
+        body = module.body(line).values()
+        inner = {instruction.name: instruction.result for instruction in body}
+        found = [product(line, types), *(product(instruction, inner) for instruction in body)]
         for dtype, flops in filter(None, found):
             count, before = products.get(dtype, (0, 0.0))
             products[dtype] = count + times, before + times * flops
-        flops = sum(one[1] for one in found if one)
+        flops = sum(amount for _, amount in filter(None, found))
         moved = read_bytes(module, line, types)
         kernels, total = kernels + times, total + times * moved
         seconds += times * max(moved / BYTES_PER_S, flops / FLOPS_PER_S, LAUNCH_S)
@@ -192,7 +211,7 @@ def _copied(module: Module, computation: str, line: Line) -> list[str]:
         if source is None or source.operation != "parameter":
             continue
         count = elements(source.result)
-        updates = any(one.operation in UPDATES for one in module.body(line).values())
+        updates = any(instruction.operation in UPDATES for instruction in module.body(line).values())
         if count >= LARGE and 2 * elements(line.result) >= count and not updates:
             return [re.sub(r"_+", ".", source.name)]
     return []
@@ -204,7 +223,7 @@ def row(name: str, layers: int, found: Facts) -> str:
     products = ", ".join(
         f"{count} {dtype} ({100 * amount / flops:.0f} %)" for dtype, (count, amount) in sorted(found.products.items())
     )
-    attention = ", ".join(f"{count} {target}" for target, count in found.attention.items()) or "dots"
+    attention = ", ".join(f"{count} {target}" for target, count in found.attention.items()) or "products"
     loops = f", {found.unknown_loops} loops" if found.unknown_loops else ""
     copies = f"{len(found.copies)}" + (f": {', '.join(sorted(set(found.copies)))[:60]}" if found.copies else "")
     ratio, kernels = found.bytes / max(found.needed, 1), found.kernels / layers
@@ -218,13 +237,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="programs whose name contains a word")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="write the compiled programs to files")
     options = parser.parse_args()
-    if os.environ.get("JAX_PLATFORMS") != "cpu":  # JAX reads the environment once
-        variables = dict(os.environ) | environment("gpu", 1)
+    if MARKER not in os.environ:  # JAX reads the environment once
+        variables = dict(os.environ) | environment("gpu", 1) | {MARKER: "1"}
         variables.pop("JAX_DEFAULT_MATMUL_PRECISION", None)
         os.execve(sys.executable, [sys.executable, "-m", "tests.benchmarks.compiled", *sys.argv[1:]], variables)
     from tests.benchmarks import gpu_programs
 
-    print("| program | products | bytes / needed | kernels per layer | weights copied | attention, loops | limit, us |")
+    print("| program | products | bytes | kernels per layer | weights copied | attention, loops | bound, us |")
     print("|---" * 7 + "|", flush=True)
     failed = 0
     for program in gpu_programs.PROGRAMS:

@@ -1,7 +1,7 @@
 """On an accelerator: prefill, decoding, MoE layers, attention, the engine, training, and models beside transformers.
 
     python -m tests.benchmarks.gpu --part 1    # prefill, decoding
-    python -m tests.benchmarks.gpu --part 2    # attention, layers, engine, training, start
+    python -m tests.benchmarks.gpu --part 2    # numbers, attention, layers, engine, training, start
     python -m tests.benchmarks.gpu [--minutes 9] [--only numbers models …]
 
 | kind | measurement | limit |
@@ -16,18 +16,19 @@
 | start | seconds from the start of a process to its first token, without and with a compile cache | |
 | models | two random models, whole, as in ``python -m tests.benchmarks`` | |
 
-A part takes at most ``--minutes``: each kind begins nothing after its share of the time. What fails, such as a kernel
-that does not support this device or a model that does not fit, is listed with its reason.
+No measurement starts after ``--minutes``. In a part, each kind also has its own deadline. Failed measurements are
+listed with the reason: for example, a kernel does not support this device, or a model does not fit in memory.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ import jax.numpy as jnp
 from nnxmoe.models import PRESETS, config_from_hf
 from tests.benchmarks import agreement
 from tests.benchmarks.clock import interleaved
-from tests.benchmarks.gpu_kernels import MosaicMatmul, attention_speeds, layer_speeds, matmuls
+from tests.benchmarks.engine import age
+from tests.benchmarks.gpu_kernels import Measurement, MosaicMatmul, attention_speeds, layer_speeds, matmuls
 from tests.benchmarks.gpu_models import (
     adapter_speed,
     decoding_speeds,
@@ -55,10 +57,10 @@ from tests.benchmarks.results import Record, table
 from tests.support.tiny import TINY
 
 KINDS = ["numbers", "prefill", "decoding", "attention", "layers", "engine", "training", "start", "models"]
-# Kind -> share of the minutes after which the kind begins nothing.
-PARTS = {
+# Part -> kind -> fraction of --minutes after which no measurement of this kind starts.
+DEADLINES = {
     1: {"prefill": 0.45, "decoding": 1.0},
-    2: {"attention": 0.25, "layers": 0.55, "engine": 0.7, "training": 0.85, "start": 1.0},
+    2: {"numbers": 0.15, "attention": 0.35, "layers": 0.55, "engine": 0.7, "training": 0.75, "start": 0.9},
 }
 _WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}
 MODELS: dict[str, Fields] = {  # 2.0 and 3.3 billion parameters: a decoding step waits for the weights
@@ -117,8 +119,40 @@ SMALL = Sizes(
 )  # fmt: skip
 
 
-def measurements(kind: str, sizes: Sizes, rate: float, flops: float) -> Generator[Record, None, None]:
-    """Run the measurements of a kind. ``rate``: GB/s of a copy. ``flops``: FLOP/s of a large product."""
+@dataclasses.dataclass(frozen=True)
+class TimeLimit:
+    """Seconds since the start of the process, and the deadlines of kinds as fractions of ``minutes``."""
+
+    started: float
+    minutes: float
+    deadlines: Mapping[str, float]
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def remaining(self) -> float:
+        return max(60 * self.minutes - self.elapsed(), 1.0)
+
+    def is_late(self, kind: str) -> bool:
+        """Whether no further measurement of a kind may start. If so, prints that some are left."""
+        if self.elapsed() < 60 * self.minutes * self.deadlines[kind]:
+            return False
+        print(f"{kind}: not all measured, {self.deadlines[kind]:.0%} of --minutes {self.minutes:g} are over")
+        return True
+
+
+def measurements(
+    kind: str, sizes: Sizes, rate: float, flops: float, remaining: Callable[[], float]
+) -> Generator[Measurement, None, None]:
+    """Yield the measurements of a kind.
+
+    Args:
+        kind: One of `KINDS`.
+        sizes: Models and shapes.
+        rate: GB/s of a copy.
+        flops: FLOP/s of a large product.
+        remaining: Returns the remaining seconds of this run.
+    """
     if kind == "prefill":
         yield from prefill_speeds(sizes.prefilled, sizes.configs[sizes.prefilled], sizes.prefill, flops)
     if kind == "decoding":
@@ -141,7 +175,7 @@ def measurements(kind: str, sizes: Sizes, rate: float, flops: float) -> Generato
         for name, fields in sizes.trained.items():
             yield training_speed(name, fields, *sizes.batch, flops)
     if kind == "start":
-        yield from first_token_times(sizes.prefilled)
+        yield from first_token_times(sizes.prefilled, remaining)
 
 
 def product_flops(size: int) -> float:
@@ -154,48 +188,53 @@ def product_flops(size: int) -> float:
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=PARTS, help="kinds that fit in one call of less than ten minutes")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after this time (default 9)")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--part", type=int, choices=DEADLINES, help="kinds that fit in a call of less than ten minutes")
+    kinds.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--minutes", type=float, default=9.0, help="no measurement starts after this time (default 9)")
     parser.add_argument("--repeats", type=int, default=3, help="processes per side (default 3)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line per process of the models")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # small shapes, also on CPUs
     return parser.parse_args()
 
 
-def main() -> int:
-    """Run the command."""
+def main(elapsed: float = 0.0) -> int:
+    """Run the command. ``elapsed``: seconds since the start of the process."""
+    started = time.monotonic() - elapsed
     options = parse_options()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the device's memory with this one
     if jax.default_backend() == "cpu" and not options.tiny:
         sys.exit("tests.benchmarks.gpu needs an accelerator that JAX sees; on CPU: python -m tests.benchmarks")
     sizes = SMALL if options.tiny else REAL
-    shares = PARTS[options.part] if options.part else dict.fromkeys(options.only, 1.0)
-    rate, flops, started, failed = Ours.copy() or 10.0, product_flops(sizes.product), time.monotonic(), 0
+    deadlines = DEADLINES[options.part] if options.part else dict.fromkeys(options.only, 1.0)
+    limit, failed = TimeLimit(started, options.minutes, deadlines), 0
+    rate, flops = Ours.copy() or 10.0, product_flops(sizes.product)
     print(f"{jax.devices()[0].device_kind}: {rate:.0f} GB/s, {flops / 1e12:.2f} TFLOP/s; jax {jax.__version__}")
 
-    def is_late(kind: str) -> bool:
-        if time.monotonic() - started < 60 * options.minutes * shares[kind]:
-            return False
-        print(f"{kind}: not all measured, {shares[kind]:.0%} of --minutes {options.minutes:g} are over")
-        return True
-
-    if "numbers" in shares:
-        failed += agreement.report(matmuls())
-    for kind in shares:
-        records: list[Record] = []
-        found = measurements(kind, sizes, rate, flops)
-        while not is_late(kind) and (record := next(found, None)):
-            records.append(record)
-            print(f"{time.monotonic() - started:.0f} s: {record.key}", file=sys.stderr, flush=True)
-        found.close()
-        print(table(records) if records else "", flush=True)
-    if "models" in shares and not is_late("models"):
+    for kind in deadlines:
+        if kind == "numbers":
+            failed += agreement.report(matmuls(), functools.partial(limit.is_late, kind))
+        elif kind != "models":
+            print_speeds(kind, limit, measurements(kind, sizes, rate, flops, limit.remaining))
+    if "models" in deadlines and not limit.is_late("models"):
         sides = ["ours", *["transformers"] * _torch_here()]
         with tempfile.TemporaryDirectory() as folder:
             plan = Plan(Path(folder), dict.fromkeys(sides, sys.executable), options.repeats, quick=False)
             failed += measure(whole_models(plan, MODELS), options.out)
     return failed
+
+
+def print_speeds(kind: str, limit: TimeLimit, found: Generator[Measurement, None, None]) -> None:
+    """Run the measurements of a kind until its deadline, and print a table."""
+    records: list[Record] = []
+    for measurement in found:
+        if limit.is_late(kind):
+            break
+        records.append(record := measurement())
+        print(f"{limit.elapsed():.0f} s: {record.key}", file=sys.stderr, flush=True)
+    found.close()
+    if records:
+        print(table(records), flush=True)
 
 
 def whole_models(plan: Plan, models: Mapping[str, Fields]) -> Iterator[Job]:
@@ -216,4 +255,4 @@ def _torch_here() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(age()))

@@ -27,15 +27,22 @@ from tests.benchmarks.results import Record
 PALLAS = "jax.experimental.pallas.ops.gpu"
 
 
-def attempt(case: str, what: str, run: Callable[[], tuple[dict[str, float], dict[str, float]]]) -> Record:
-    """Record the values and limits that ``run`` returns, or the reason for its failure."""
-    try:
-        values, limits = run()
-    except Exception as error:  # a kernel or a model that does not run must not end the other measurements
-        text = str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:])
-        reason = f"{type(error).__name__}: {' '.join(text[:200].split())}"
-        return Record(f"{case} | {what}", case, "ours", error=reason)
-    return Record(f"{case} | {what}", case, "ours", values, limits)
+Measurement = Callable[[], Record]
+
+
+def measurement(case: str, what: str, run: Callable[[], tuple[dict[str, float], dict[str, float]]]) -> Measurement:
+    """Return a function that records the values and limits that ``run`` returns, or the reason for its failure."""
+
+    def record() -> Record:
+        try:
+            values, limits = run()
+        except Exception as error:  # a kernel or a model that does not run must not end the other measurements
+            text = str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:])
+            reason = f"{type(error).__name__}: {' '.join(text[:200].split())}"
+            return Record(f"{case} | {what}", case, "ours", error=reason)
+        return Record(f"{case} | {what}", case, "ours", values, limits)
+
+    return record
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def matmuls() -> dict[str, GroupedMatmul]:
 
 def layer_speeds(
     name: str, shape: Shape, tokens: Sequence[int], times: int, kernels: dict[str, GroupedMatmul]
-) -> Iterator[Record]:
+) -> Iterator[Measurement]:
     """Measure TFLOP/s of a layer with each grouped matmul. The limit is a dense network with the same useful FLOPs."""
 
     def measure(layer: Callable[[], Layer], count: int, what: str, factor: int) -> Any:
@@ -101,7 +108,7 @@ def layer_speeds(
         for count in tokens:
             for what, factor in (("forward", 1), ("forward and backward", 3)):
                 run = functools.partial(measure, layer, count, what, factor)
-                yield attempt(f"{name}, {label} {shape.dtype}", f"{what} T={count}", run)
+                yield measurement(f"{name}, {label} {shape.dtype}", f"{what} T={count}", run)
 
 
 AttentionKernel = Callable[[Array, Array, Array, MaskedSoftmax], Array]
@@ -114,7 +121,7 @@ def _tokamax_attention(q: Array, k: Array, v: Array, softmax: MaskedSoftmax) -> 
 
 
 def _mosaic_attention(q: Array, k: Array, v: Array, softmax: MaskedSoftmax) -> Array:
-    """JAX's kernel, in float16: in JAX 0.10.2 it casts the probabilities to float16 and rejects bfloat16 values."""
+    """Run JAX's Mosaic kernel in float16. JAX 0.10.2 casts the probabilities to float16 and rejects bfloat16 values."""
     module, dtype, width = importlib.import_module(f"{PALLAS}.attention_mgpu"), q.dtype, v.shape[3]
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(jnp.float16) for a in (q * jnp.asarray(softmax.scale, q.dtype), k, v))
@@ -125,18 +132,19 @@ def _mosaic_attention(q: Array, k: Array, v: Array, softmax: MaskedSoftmax) -> A
 
 def attention_kernels() -> dict[str, AttentionKernel]:
     """Attention kernels by name. Some of them support only Hopper GPUs."""
-    defaults = (nnxmoe.Strategy.auto().attention_fn, nnxmoe.Strategy.auto("cpu").attention_fn)
-    kernels: dict[str, AttentionKernel] = {f"default {type(fn).__name__}": fn for fn in dict.fromkeys(defaults)}
-    return kernels | {
-        "cuDNN": FusedAttention("cudnn"),
-        "tokamax mosaic": _tokamax_attention,
-        "JAX mosaic": _mosaic_attention,
+    defaults = {
+        f"default on {backend}": nnxmoe.Strategy.auto(backend).attention_fn
+        for backend in (jax.default_backend(), "cpu")
     }
+    kernels: dict[str, AttentionKernel] = dict(defaults)
+    if not any(isinstance(fn, FusedAttention) and fn.implementation == "cudnn" for fn in defaults.values()):
+        kernels["cuDNN"] = FusedAttention("cudnn")  # otherwise it is the default, and would be measured twice
+    return kernels | {"tokamax mosaic": _tokamax_attention, "JAX mosaic": _mosaic_attention}
 
 
 def attention_speeds(
     tokens: int, heads: int, kv_heads: int, widths: tuple[int, int], flops: float, times: int
-) -> Iterator[Record]:
+) -> Iterator[Measurement]:
     """Measure TFLOP/s of causal attention, forward and with its backward pass. ``widths``: of keys, of values."""
     shapes = (heads, tokens, widths[0]), (kv_heads, tokens, widths[0]), (kv_heads, tokens, widths[1])
     q, k, v = (jax.random.normal(jax.random.key(i), (1, *shape), jnp.bfloat16) for i, shape in enumerate(shapes))
@@ -145,18 +153,15 @@ def attention_speeds(
     useful = tokens * tokens * heads * sum(widths) / 1e12  # half of all pairs
     case = f"attention T={tokens} N={heads} K={kv_heads} H={widths[0]}, {widths[1]} bfloat16"
 
-    def measure(kernel: AttentionKernel, what: str) -> Any:
+    def measure(kernel: AttentionKernel, what: str, name: str) -> Any:
         run: Any = jax.jit(lambda q, k, v: kernel(q, k, v, softmax))
-        if factor := 3.5 * (what != "forward"):
+        factor = 1.0 if what == "forward" else 3.5  # the backward pass has 2.5 times the FLOPs
+        if what != "forward":
             run = jax.jit(jax.grad(lambda *qkv, f=run: jnp.sum(f(*qkv).astype(jnp.float32)), (0, 1, 2)))
         took = median(interleaved({"": lambda _: run(q, k, v)}, times, at_most=5.0)[""])
-        return (factor or 1.0) * useful / took, flops / 1e12
+        return {name: factor * useful / took}, {name: flops / 1e12}
 
     for label, kernel in attention_kernels().items():
         for what in ("forward", "forward and backward"):
             name = f"{what}, {label}, TFLOP/s"
-
-            def run(name: str = name, kernel: AttentionKernel = kernel, what: str = what) -> Any:
-                return tuple({name: speed} for speed in measure(kernel, what))
-
-            yield attempt(case, name, run)
+            yield measurement(case, name, functools.partial(measure, kernel, what, name))

@@ -31,12 +31,11 @@ from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.train import Step, lora
 from tests.benchmarks.clock import seconds
 from tests.benchmarks.engine import age
-from tests.benchmarks.gpu_kernels import attempt
+from tests.benchmarks.gpu_kernels import Measurement, measurement
 from tests.benchmarks.limits import forward_flops
 from tests.benchmarks.many import jobs
 from tests.benchmarks.models import Fields
 from tests.benchmarks.ours import Ours
-from tests.benchmarks.results import Record
 from tests.support.running import greedy_ids
 from tests.support.tiny import TINY
 
@@ -81,7 +80,7 @@ def decoding_speeds(
     batches: Sequence[int],
     rate: float,
     steps: int = 48,
-) -> Iterator[Record]:
+) -> Iterator[Measurement]:
     """Measure tokens per second by the median decoding step.
 
     The limit reads the selected experts and all other weights once per step, at ``rate`` GB/s.
@@ -98,7 +97,7 @@ def decoding_speeds(
                 speed = batch / median(np.diff(stamps)[15:])
                 return {what: speed}, {what: batch * rate / _read(model(), batch)}
 
-            yield attempt(case, what, run)
+            yield measurement(case, what, run)
         model.cache_clear()
 
 
@@ -114,47 +113,38 @@ def _read(model: nnxmoe.CausalLM, batch: int) -> float:
 
 def prefill_speeds(
     name: str, config: DecoderConfig, sizes: Sequence[tuple[int, int]], flops: float, times: int = 3
-) -> Iterator[Record]:
+) -> Iterator[Measurement]:
     """Measure tokens per second of prompts of (rows, length) by three paths: the model, ``generate`` and an engine.
 
-    The first path also reports the bytes that the compiled program accesses by XLA's estimate. The limit computes the
-    useful FLOPs at ``flops`` per second.
+    The limit computes the useful FLOPs at ``flops`` per second. The model computes the logits of all tokens, the limit
+    those of the last.
     """
     case = case_name(name, None)
     model = functools.cache(functools.partial(random_model, config, None))
     for rows, length in sizes:
         ids = token_ids(config, rows, length)
-        limit = rows * length * flops / (rows * forward_flops(config.to_hf(), length, heads=1))
+        limit = length * flops / forward_flops(config.to_hf(), length, heads=1)
         paths = {"model": _model_prefill, "generate": _generate_prefill, "engine": _engine_prefill}
         for path, prepare in paths.items():
             what = f"prefill {rows} x {length} by {path}, tok/s"
 
             def run(prepare: Any = prepare, ids: np.ndarray = ids, what: str = what, limit: float = limit) -> Measured:
-                call, more = prepare(model(), ids)
+                call = prepare(model(), ids)
                 took = [seconds(call) for _ in range(1 + times)][1:]
-                return {what: ids.size / median(took)} | {f"{what[:-7]}, {n}": x for n, x in more.items()}, {
-                    what: limit
-                }
+                return {what: ids.size / median(took)}, {what: limit}
 
-            yield attempt(case, what, run)
+            yield measurement(case, what, run)
 
 
-Prepared = tuple[Callable[[], Any], dict[str, float]]  # a call to measure, and figures of its program
+def _model_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Callable[[], Any]:
+    return lambda: model(ids).logits  # not in `jax.jit`: a traced call has no padding mask
 
 
-def _model_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Prepared:
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, ids: jnp.argmax(nnx.merge(graph, state)(ids).logits[:, -1], axis=-1))
-    program = run.lower(state, jnp.asarray(ids)).compile()
-    cost = program.cost_analysis() or {}
-    return lambda: program(state, jnp.asarray(ids)), {"GB accessed": cost.get("bytes accessed", math.nan) / 1e9}
+def _generate_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Callable[[], Any]:
+    return lambda: nnxmoe.generate(model, ids, max_new_tokens=1, eos_token_id=None)
 
 
-def _generate_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Prepared:
-    return lambda: nnxmoe.generate(model, ids, max_new_tokens=1, eos_token_id=None), {}
-
-
-def _engine_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Prepared:
+def _engine_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Callable[[], Any]:
     engine = nnxmoe.Engine(model, slots=len(ids), capacity=ids.shape[1] + 1)
 
     def run() -> None:
@@ -162,10 +152,10 @@ def _engine_prefill(model: nnxmoe.CausalLM, ids: np.ndarray) -> Prepared:
             engine.submit(row, nnxmoe.RequestOptions(1, stop_ids=None))
         engine.run()
 
-    return run, {}
+    return run
 
 
-def engine_speed(name: str, config: DecoderConfig, method: str | None, count: int, slots: int) -> Record:
+def engine_speed(name: str, config: DecoderConfig, method: str | None, count: int, slots: int) -> Measurement:
     """Measure the requested tokens per second of ``count`` requests of mixed lengths."""
     case, what = case_name(name, method), f"engine, {count} requests in {slots} slots, tok/s"
 
@@ -181,10 +171,10 @@ def engine_speed(name: str, config: DecoderConfig, method: str | None, count: in
         requests = jobs(count, config.vocab_size)
         return {what: sum(new for _, new in requests) / seconds(submit_and_run)}, {}
 
-    return attempt(case, what, run)
+    return measurement(case, what, run)
 
 
-def training_speed(name: str, fields: Fields, rows: int, tokens: int, flops: float, times: int = 8) -> Record:
+def training_speed(name: str, fields: Fields, rows: int, tokens: int, flops: float, times: int = 8) -> Measurement:
     """Measure milliseconds per training step of all parameters. The limit computes its FLOPs at ``flops``."""
     case, what = f"{name} {fields['torch_dtype']}", f"train {rows} x {tokens}, ms"
 
@@ -194,12 +184,12 @@ def training_speed(name: str, fields: Fields, rows: int, tokens: int, flops: flo
         best = 3 * rows * forward_flops(fields, tokens, heads=tokens) / flops
         return {what: 1e3 * median([seconds(step) for _ in range(times + 2)][2:])}, {what: 1e3 * best}
 
-    return attempt(case, what, run)
+    return measurement(case, what, run)
 
 
 def adapter_speed(
     name: str, config: DecoderConfig, method: str | None, rows: int, tokens: int, flops: float, times: int = 5
-) -> Record:
+) -> Measurement:
     """Measure milliseconds per training step of LoRA adapters of rank 8 on a frozen, possibly quantized model."""
     case, what = case_name(name, method), f"train {'QLoRA' if method else 'LoRA'} {rows} x {tokens}, ms"
 
@@ -218,11 +208,14 @@ def adapter_speed(
         best = 2 * rows * forward_flops(config.to_hf(), tokens, heads=tokens) / flops  # no gradients of the kernels
         return {what: 1e3 * took}, {what: 1e3 * best}
 
-    return attempt(case, what, run)
+    return measurement(case, what, run)
 
 
-def first_token_times(preset: str, timeout: float = 240) -> Iterator[Record]:
-    """Measure seconds from the start of a process to its first token, with an empty and a filled compile cache."""
+def first_token_times(preset: str, remaining: Callable[[], float]) -> Iterator[Measurement]:
+    """Measure seconds from the start of a process to its first token, with an empty and a filled compile cache.
+
+    ``remaining`` returns the seconds after which the process is terminated.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("empty", "filled"):
             what = f"start to first token, {cache} compile cache, s"
@@ -230,12 +223,12 @@ def first_token_times(preset: str, timeout: float = 240) -> Iterator[Record]:
             def run(what: str = what) -> Measured:
                 command = [sys.executable, "-m", "tests.benchmarks.gpu_models", preset]
                 environment = os.environ | {"NNXMOE_COMPILE_CACHE": folder}
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=remaining())
                 if done.returncode:
                     raise RuntimeError(done.stderr[-200:])
                 return {what: float(done.stdout.splitlines()[-1])}, {}
 
-            yield attempt(case_name(preset, None), what, run)
+            yield measurement(case_name(preset, None), what, run)
 
 
 def main() -> None:

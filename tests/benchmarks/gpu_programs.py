@@ -29,7 +29,9 @@ from nnxmoe.moe.selection import SoftmaxTopK
 from nnxmoe.train.lora import add
 from tests.benchmarks.moe import Shape
 
-LAYERS: dict[str, dict[str, Any]] = {  # a layer whose outputs are all needed, and the last; or one of each kind
+# Two layers: one that computes all outputs, and the last, which computes only those needed. Models with several layer
+# types have one layer of each type.
+LAYERS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {"num_hidden_layers": 2},
     "mixtral-8x7b": {"num_hidden_layers": 2},
     "qwen3-30b-a3b": {"num_hidden_layers": 2},
@@ -46,7 +48,10 @@ MOE = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program to compile. ``trace(device)`` returns the traced program and the bytes that it does not need."""
+    """A program to compile.
+
+    ``trace(device)`` returns the traced program, and how many bytes of its arguments it never reads.
+    """
 
     name: str
     layers: int
@@ -61,7 +66,7 @@ def device() -> Any:
 
 def compile_program(program: Program) -> tuple[str, int]:
     """Return the HLO text of a program, and the bytes that it must read and write."""
-    # JAX checks the capabilities of the attached GPU, and there is none.
+    # JAX 0.10.2 checks the compute capability of the attached GPU. No GPU is attached here.
     check = mock.patch("jax._src.cudnn.fused_attention_stablehlo.check_compute_capability", lambda capability: True)
     with check, jax.default_device(target := device()):
         traced, unused = program.trace(target)
@@ -97,32 +102,32 @@ def _traced(target: Any, run: Any, *arguments: Any, donate: tuple[int, ...] = ()
 
 
 def _unread(model: nnxmoe.CausalLM, tokens: int) -> int:
-    """Bytes of the embedding that are not looked up."""
+    """Bytes of the embedding rows that are not looked up."""
     table = model.embed.table
     rows = 0 if model.head is None else max(table.shape[0] - tokens, 0)
     return rows * table.shape[1] * table.dtype.itemsize
 
 
-def call(preset: str, rows: int, tokens: int, packed: bool = False) -> Program:
+def model_program(preset: str, rows: int, tokens: int, packed: bool = False) -> Program:
     """The program of ``model(tokens)``, with the mask that the call adds; or of packed rows."""
 
     def trace(target: Any) -> tuple[Any, int]:
         model = abstract_model(preset)
         graph, state = nnx.split(model)
         ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
-        padded = ids if packed else jax.ShapeDtypeStruct((rows, tokens), jnp.bool_)
+        mask_or_segments = ids if packed else jax.ShapeDtypeStruct((rows, tokens), jnp.bool_)
 
-        def run(state: Any, ids: Any, padded: Any) -> Any:
-            masks = (None, None, padded) if packed else (padded, None, None)
+        def run(state: Any, ids: Any, mask_or_segments: Any) -> Any:
+            masks = (None, None, mask_or_segments) if packed else (mask_or_segments, None, None)
             return nnx.merge(graph, state).forward(ids, *masks, None, None, None, False, False, False).logits
 
-        return _traced(target, run, state, ids, padded), _unread(model, rows * tokens)
+        return _traced(target, run, state, ids, mask_or_segments), _unread(model, rows * tokens)
 
     name = f"prefill {preset}, {'packed' if packed else 'model(tokens)'}, {rows} x {tokens}"
     return Program(name, LAYERS[preset]["num_hidden_layers"], trace)
 
 
-def engine(
+def engine_program(
     preset: str, rows: int, tokens: int, capacity: int, first: bool = True, method: str | None = None
 ) -> Program:
     """A pass of ``generate`` and of the engine: the first chunk of a prompt, a later chunk, or a decoding step."""
@@ -148,7 +153,7 @@ def engine(
     return Program(name, LAYERS[preset]["num_hidden_layers"], trace)
 
 
-def moe(name: str, tokens: int, backward: bool) -> Program:
+def moe_program(name: str, tokens: int, backward: bool) -> Program:
     """The MoE layer of a model."""
     shape = MOE[name]
 
@@ -171,7 +176,7 @@ def moe(name: str, tokens: int, backward: bool) -> Program:
     return Program(f"moe {name}, {tokens} tokens{', and backward' if backward else ''}", 1, trace)
 
 
-def attention(tokens: int, heads: int, kv_heads: int, widths: tuple[int, int], backward: bool) -> Program:
+def attention_program(tokens: int, heads: int, kv_heads: int, widths: tuple[int, int], backward: bool) -> Program:
     """Causal attention of one row."""
 
     def trace(target: Any) -> tuple[Any, int]:
@@ -191,11 +196,11 @@ def attention(tokens: int, heads: int, kv_heads: int, widths: tuple[int, int], b
 
         return (_traced(target, gradients, dy, *arrays) if backward else _traced(target, forward, *arrays)), 0
 
-    name = f"attention {heads} heads, {kv_heads} keys, widths {widths}, {tokens} tokens"
+    name = f"attention {heads} heads, {kv_heads} key heads, widths {widths}, {tokens} tokens"
     return Program(f"{name}{', and backward' if backward else ''}", 1, trace)
 
 
-def lora(preset: str, rows: int, tokens: int, method: str | None) -> Program:
+def lora_program(preset: str, rows: int, tokens: int, method: str | None) -> Program:
     """A training step of adapters of rank 16."""
 
     def trace(target: Any) -> tuple[Any, int]:
@@ -215,24 +220,24 @@ DECODED = (
     ("qwen3.5-35b-a3b", (None,)), ("deepseek-v2-lite", (None,)),
 )  # fmt: skip
 PROGRAMS = [
-    *(call("llama-3.1-8b", *size) for size in LENGTHS),
-    engine("llama-3.1-8b", 1, 512, 1024),
-    engine("llama-3.1-8b", 16, 512, 1024),
-    engine("llama-3.1-8b", 1, 512, 2048, first=False),
-    engine("llama-3.1-8b", 1, 512, 8192, first=False),
-    engine("llama-3.1-8b", 16, 512, 2048, first=False),
-    call("llama-3.1-8b", 1, 2048, packed=True),
-    call("gemma-3-4b", 1, 2048),
-    engine("gemma-3-4b", 1, 512, 1024),
-    call("gpt-oss-20b", 1, 2048),
-    engine("gpt-oss-20b", 1, 512, 1024),
-    *(engine(p, rows, 1, 1024, False, m) for p, methods in DECODED for m in methods for rows in (1, 8, 64)),
-    *(moe(name, 4096, backward) for name in MOE for backward in (False, True)),
+    *(model_program("llama-3.1-8b", *size) for size in LENGTHS),
+    engine_program("llama-3.1-8b", 1, 512, 1024),
+    engine_program("llama-3.1-8b", 16, 512, 1024),
+    engine_program("llama-3.1-8b", 1, 512, 2048, first=False),
+    engine_program("llama-3.1-8b", 1, 512, 8192, first=False),
+    engine_program("llama-3.1-8b", 16, 512, 2048, first=False),
+    model_program("llama-3.1-8b", 1, 2048, packed=True),
+    model_program("gemma-3-4b", 1, 2048),
+    engine_program("gemma-3-4b", 1, 512, 1024),
+    model_program("gpt-oss-20b", 1, 2048),
+    engine_program("gpt-oss-20b", 1, 512, 1024),
+    *(engine_program(p, rows, 1, 1024, False, m) for p, methods in DECODED for m in methods for rows in (1, 8, 64)),
+    *(moe_program(name, 4096, backward) for name in MOE for backward in (False, True)),
     *(
-        attention(4096, *heads, backward)
+        attention_program(4096, *heads, backward)
         for heads in ((32, 8, (128, 128)), (128, 128, (192, 128)))
         for backward in (False, True)
     ),
-    lora("llama-3.1-8b", 1, 2048, None),
-    lora("llama-3.1-8b", 1, 2048, "int4"),
+    lora_program("llama-3.1-8b", 1, 2048, None),
+    lora_program("llama-3.1-8b", 1, 2048, "int4"),
 ]

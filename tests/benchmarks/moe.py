@@ -103,7 +103,10 @@ class Layer:
     def time(
         self, tokens: int, times: int, at_most: float, only: str | None = None
     ) -> dict[str, dict[str, list[float]]]:
-        """Seconds forward, and forward and backward, or ``only`` one of them, of the layer and of the ideal."""
+        """Measure the layer and the ideal: seconds per forward pass, and per forward and backward pass.
+
+        ``only`` selects one of the two.
+        """
         inputs, rows = self.inputs(tokens), [x[0] for x in self.inputs(tokens * self.shape.chosen)]
 
         def ours(i: int) -> tuple[Any, Array]:

@@ -247,10 +247,10 @@ def test_meshes_lie_on_the_torus(compile_for: Callable[..., Any]) -> None:
 def attention_calls(preset: str, kind: str) -> tuple[frozenset[str], int]:
     """Return the calls of a prefill program for a GPU, and the number of its loops."""
     made = {
-        "padded": lambda: gpu_programs.call(preset, 1, 1024),
-        "packed": lambda: gpu_programs.call(preset, 1, 1024, packed=True),
-        "empty cache": lambda: gpu_programs.engine(preset, 1, 512, 1024),
-        "cache": lambda: gpu_programs.engine(preset, 1, 512, 1024, first=False),
+        "padded": lambda: gpu_programs.model_program(preset, 1, 1024),
+        "packed": lambda: gpu_programs.model_program(preset, 1, 1024, packed=True),
+        "empty cache": lambda: gpu_programs.engine_program(preset, 1, 512, 1024),
+        "cache": lambda: gpu_programs.engine_program(preset, 1, 512, 1024, first=False),
     }[kind]()
     text, _ = gpu_programs.compile_program(made)
     return frozenset(re.findall(r'custom_call_target="([^"]+)"', text)), text.count(" while(")
@@ -274,7 +274,7 @@ def test_prefill_uses_cudnn(compile_for: Callable[..., Any], preset: str, kind: 
 
 
 def adapter_step(method: str | None) -> Facts:
-    return facts(*gpu_programs.compile_program(gpu_programs.lora("llama-3.1-8b", 1, 128, method)))
+    return facts(*gpu_programs.compile_program(gpu_programs.lora_program("llama-3.1-8b", 1, 128, method)))
 
 
 def test_an_adapter_step_copies_no_kernel(compile_for: Callable[..., Any]) -> None:
