@@ -14,6 +14,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe import BlockwiseAttention, FlashAttention, FusedAttention, ReferenceAttention
+from nnxmoe.layers.attention import fused_attention
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.attention.splash_attention import SplashAttention
 from nnxmoe.layers.cache import SlotMetadata
@@ -250,6 +251,12 @@ def mask_of(length: int, window: int | None = None, segments: bool = False, padd
     return Mask(index, segment, SlotMetadata(index, valid, segment), window, causal=True)
 
 
+def mask_with(valid: jax.Array, window: int | None = None) -> Mask:
+    """Mask of padded rows without a cache, whose indices count the real tokens."""
+    index = jnp.cumsum(valid, axis=1) - 1
+    return Mask(index, None, SlotMetadata(index, valid, None), window, causal=True)
+
+
 def operands(length: int, heads: int = 4, kv_heads: int = 2, width: int = 24, v_width: int = 16) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     dims = ((heads, width), (kv_heads, width), (kv_heads, v_width))
@@ -324,7 +331,7 @@ def test_splash_leaves_the_rest_to_otherwise(case: str) -> None:
 
 
 def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal order, a window and padding are not passed as an array. Few masked queries go to ``fallback``."""
+    """Causality, a window and padding need no mask. Masked passes with few queries use ``fallback``."""
     given: dict[str, Any] = {}
 
     def kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -339,6 +346,8 @@ def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None
     plain = MaskedSoftmax(mask_of(128), 0.2)
     wide, odd = ([x.astype(jnp.bfloat16) for x in operands(128, width=width)] for width in (136, 20))
     reasons = {"bfloat16": (operands(128), plain), "up to 128, got 136": (wide, plain), "got 20": (odd, plain)}
+    widest = [x.astype(jnp.bfloat16) for x in operands(128, width=128)]
+    reasons["up to 128, got 128 plus 8 for sinks"] = (widest, MaskedSoftmax(mask_of(128), 0.2, sinks=jnp.zeros(4)))
     reasons["a soft cap"] = (half, MaskedSoftmax(mask_of(128), 0.2, softcap=3.0))
     for reason, (arrays, scores) in reasons.items():
         with pytest.raises(Refused):
@@ -358,34 +367,83 @@ def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None
         attention_fn(half[0][:, :, -1:], *half[1:], decoding)
 
 
-@pytest.mark.parametrize("case", ["padding", "window and padding", "segments", "sinks", "sinks and window", "cache"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_mask_limit_counts_rows_per_device(monkeypatch: pytest.MonkeyPatch, shared: bool, sharded: bool) -> None:
+    """Rows without padding and segments share a mask. Other masks are sharded over the batch."""
+    monkeypatch.setattr(fused_attention, "MAX_MASK", 128**2)
+    mesh = jax.sharding.AbstractMesh((2,), ("data",)) if sharded else None
+    attention_fn = FusedAttention("cudnn", Elsewhere(), mesh=mesh)
+    q, k, _ = operands(128)
+    assert attention_fn._supports_shape(q, k, mask_of(128, segments=not shared)) == (shared or sharded)
+
+
+SHIFTED = jnp.stack([jnp.arange(128), jnp.maximum(jnp.arange(128) - 68, -1)])
+SAME_PROBLEM: dict[str, Mask] = {
+    "padding": mask_of(128, padding=True),
+    "right padding": mask_with(jnp.arange(128) < jnp.array([[128], [90]])),
+    "padded row": mask_with(jnp.ones((2, 128), bool).at[1].set(False)),
+    "hole": mask_with(jnp.ones((2, 128), bool).at[1, 30:50].set(False)),
+    "window and hole": mask_with(jnp.ones((2, 128), bool).at[1, 30:50].set(False), window=40),
+    "window and padding": mask_of(128, window=40, padding=True),
+    "segments": mask_of(128, segments=True),
+    "segments and padding": mask_of(128, segments=True, padding=True),
+    "sinks": mask_of(128),
+    "sinks and window": mask_of(128, window=40),
+    "sinks and padding": mask_of(128, padding=True),
+    "cache": mask_of(128).select(slice(64, None), slice(None)),
+    # row 1: 68 empty slots, and four queries without keys
+    "empty slots": Mask(SHIFTED[:, 64:], None, SlotMetadata(SHIFTED, None, None), None),
+    "sinks and empty slots": Mask(SHIFTED[:, 64:], None, SlotMetadata(SHIFTED, None, None), None),
+}
+
+
+@pytest.mark.parametrize("case", SAME_PROBLEM)
 def test_cudnn_gets_the_same_problem(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """What is passed to the kernel, computed by XLA, has the outputs and gradients of `ReferenceAttention`."""
+    """The arguments of the kernel, evaluated by XLA, give the outputs and gradients of `ReferenceAttention`."""
     kernel = jax.nn.dot_product_attention
     monkeypatch.setattr(
         jax.nn,
         "dot_product_attention",
         lambda *arrays, **options: kernel(*arrays, **options | {"implementation": "xla"}),
     )
-    options = {"window": 40 if "window" in case else None, "segments": case == "segments", "padding": "padding" in case}
-    mask = mask_of(128, **options)
-    if case == "cache":
-        mask = mask.select(slice(64, None), slice(None))
-    sinks = jnp.asarray([-2.0, 0.0, 1.3, 4.0]) if "sinks" in case else None
-    scores = MaskedSoftmax(mask, 0.2, sinks=sinks)
+    mask = SAME_PROBLEM[case]
+    scores = MaskedSoftmax(mask, 0.2, sinks=jnp.asarray([-2.0, 0.0, 1.3, 4.0]) if "sinks" in case else None)
     q, k, v = (x.astype(jnp.bfloat16) for x in operands(128))
     q = q[:, :, -mask.query_index.shape[-1] :]
-    real = jnp.ones((2, 128), bool) if mask.keys.valid is None else mask.keys.valid
-    weights = (jnp.cos(q.astype(jnp.float32)) * real[:, None, -q.shape[2] :, None])[..., : v.shape[3]]
+    real = jnp.broadcast_to(mask.query_index >= 0, (2, q.shape[2]))
+    if mask.keys.valid is not None:
+        real &= mask.keys.valid
+    real = real[:, None, :, None]
+    weights = (jnp.cos(q.astype(jnp.float32)) * real)[..., : v.shape[3]]
 
-    def loss(attention_fn: Any, q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(attention_fn(q, k, v, scores).astype(jnp.float32) * weights)
+    def loss(arrays: Any, attention_fn: Any) -> Any:
+        q, k, v, sinks = arrays
+        outputs = attention_fn(q, k, v, dataclasses.replace(scores, sinks=sinks)).astype(jnp.float32)
+        return jnp.sum(outputs * weights), outputs
 
-    fused, reference = FusedAttention("cudnn", Elsewhere()), ReferenceAttention()
-    error = jnp.abs(fused(q, k, v, scores) - reference(q, k, v, scores)) * real[:, None, -q.shape[2] :, None]
-    assert jnp.max(error) < 0.02
-    for a, b in zip(*(jax.grad(loss, (1, 2, 3))(fn, q, k, v) for fn in (fused, reference)), strict=True):
-        assert max_error(a.astype(jnp.float32), b.astype(jnp.float32)) < 0.02
+    functions = FusedAttention("cudnn", Elsewhere()), ReferenceAttention()
+    (ours, outputs), (wanted, reference) = (
+        jax.grad(lambda arrays, fn=fn: loss(arrays, fn), has_aux=True)((q, k, v, scores.sinks)) for fn in functions
+    )
+    assert jnp.isfinite(outputs).all() and max_error(outputs * real, reference * real) < 0.02
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        assert max_error(a, b) < 0.02 * (1 if a.ndim > 1 else max(1.0, float(jnp.abs(b).max())))
+
+
+def test_gradients_of_sinks_are_summed_in_float32() -> None:
+    """4099 is not a bfloat16 number. The sink is not rounded to bfloat16, either."""
+    q, k = (jnp.zeros((1, 2, length, 8), jnp.bfloat16) for length in (4099, 2))
+    allowed, sinks = jnp.ones((1, 4099, 2), bool), jnp.asarray([0.1234567, 3.3])
+
+    def total(sinks: Any) -> Any:
+        queries, keys, *_ = fused_attention._add_sink_key(q, k, k, allowed, sinks)
+        products = jnp.einsum("bnth,bnh->bnt", queries, keys[:, :, -2], preferred_element_type=jnp.float32)
+        return jnp.sum(products), products[0, :, 0]
+
+    gradient, products = jax.jit(jax.grad(total, has_aux=True))(sinks)
+    assert max_error(products, sinks) < 2e-5 and (gradient == 4099).all()
 
 
 LONG = BlockwiseAttention(long_context=FlashAttention(512, 1024))

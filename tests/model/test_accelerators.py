@@ -24,6 +24,9 @@ from nnxmoe.apps.planning import child
 from nnxmoe.apps.planning.compilation import CompileJob, environment
 from nnxmoe.apps.planning.plan import default_strategy
 from nnxmoe.apps.planning.work import Work
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import SlotMetadata
+from nnxmoe.layers.mask import Mask
 from nnxmoe.mesh import make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.runtime.hardware import TABLE
@@ -268,9 +271,36 @@ def attention_calls(preset: str, kind: str) -> tuple[frozenset[str], int]:
     ],
 )
 def test_prefill_uses_cudnn(compile_for: Callable[..., Any], preset: str, kind: str, call: str) -> None:
-    """With padding, packed documents, a window, sinks and a cache. A loop in attention would wait for the host."""
+    """Prefill with padding, packed documents, a window, sinks and a cache calls cuDNN and has no loop, because a GPU
+    waits for the host in each iteration."""
     calls, loops = compile_for("gpu", preset, kind, run=attention_calls)
     assert f"__cudnn${call}" in calls and not loops
+
+
+def backward_calls(packed: bool) -> frozenset[str]:
+    """Return the calls of a backward pass of attention: over packed documents, or with a window and sinks."""
+
+    def loss(q: Any, k: Any, v: Any, segment: Any, sinks: Any) -> Any:
+        index = jnp.arange(256, dtype=jnp.int32)
+        segment, window, sinks = (segment, None, None) if packed else (None, 128, sinks)
+        mask = Mask(index, segment, SlotMetadata(index, None, segment), window, causal=True)
+        outputs = gpu_programs.strategy().attention_fn(q, k, v, MaskedSoftmax(mask, 0.125, sinks=sinks))
+        return jnp.sum(outputs.astype(jnp.float32) ** 2)
+
+    def trace(target: Any) -> tuple[Any, int]:
+        arrays = [jax.ShapeDtypeStruct((2, heads, 256, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+        arrays += jax.ShapeDtypeStruct((2, 256), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+        gradients = jax.grad(loss, (0, 1, 2) if packed else (0, 1, 2, 4))
+        return jax.jit(gradients).trace(*gpu_programs.on(target, arrays)), 0
+
+    text, _ = gpu_programs.compile_program(gpu_programs.Program("attention", 1, trace))
+    return frozenset(re.findall(r'custom_call_target="([^"]+)"', text))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_training_uses_cudnn(compile_for: Callable[..., Any], packed: bool) -> None:
+    """The backward pass over packed documents (Llama), or with a window and sinks (gpt-oss), calls cuDNN."""
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in compile_for("gpu", packed, run=backward_calls)
 
 
 def adapter_step(method: str | None) -> Facts:
