@@ -197,8 +197,6 @@ def split_for_program(model: Any, commit: bool = False) -> tuple["Structure", li
     Raises:
         ValueError: The model is abstract, or `nnx.capture` collects values from the model.
     """
-    if is_captured(model):
-        raise ValueError("nnx.capture supports only model(tokens): call this function outside of nnx.capture")
     structure, leaves = split_once(model)
     require_values(leaves)
     return structure, commit_arrays(leaves) if commit else leaves
@@ -342,7 +340,12 @@ def split_once(model: Any) -> tuple[Structure, list[Any]]:
     """Return a model's structure and the arrays of its parameters. Splits the model only if its structure has changed.
 
     The arrays are ``jax.ShapeDtypeStruct`` if the model has no values (see `require_values`).
+
+    Raises:
+        ValueError: `nnx.capture` collects values from the model.
     """
+    if is_captured(model):
+        raise ValueError("nnx.capture supports only model(tokens): call this function outside of nnx.capture")
     structure = _structures.get(model)
     leaves = None if structure is None else structure.current_arrays()
     if structure is None or leaves is None:
