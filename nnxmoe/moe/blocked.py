@@ -144,12 +144,6 @@ def _window(block, start, end, rows):
     return first_row, ((index >= start) & (index < end))[:, None]
 
 
-def _group_kernel(kernel, group):
-    """Like `Kernel.expert`, but slice the arrays as bits (see `as_bits`). Not differentiable."""
-    bits = jax.tree.map(as_bits, kernel).expert(group)
-    return jax.tree.map(lambda leaf, leaf_bits: from_bits(leaf_bits, leaf.dtype), kernel, bits)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, each eager call would recompile the loops
 def _apply(blocks, rows, kernel, sizes, transpose):
     """Compute the grouped matmul. If ``transpose``, multiply by the transposed kernels."""
@@ -158,7 +152,8 @@ def _apply(blocks, rows, kernel, sizes, transpose):
     def group_product(block, is_last_size, start, end, group, carry):
         def block_product(start, carry):
             rows, kernel, out = carry
-            group_kernel = _group_kernel(kernel, group)  # inside of this loop, because XLA:CPU copies a carried slice
+            bits = jax.tree.map(as_bits, kernel).expert(group)  # in this loop, because XLA:CPU copies a carried slice
+            group_kernel = jax.tree.map(lambda leaf, leaf_bits: from_bits(leaf_bits, leaf.dtype), kernel, bits)
             first_row, mask = _window(block, start, end, num_rows)
             tile = jax.lax.dynamic_slice_in_dim(rows, first_row, block)
             tile = as_bits(group_kernel.vjp_input(tile) if transpose else group_kernel(tile))
