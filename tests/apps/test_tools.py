@@ -203,6 +203,9 @@ GLM = "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</to
 MINIMAX = '<minimax:tool_call>\n<invoke name="find">\n<parameter name="city">{}</parameter>\n</invoke>\n'
 HERMES = '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"'
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+KIMI_END = "<|tool_call_end|><|tool_calls_section_end|>"
+ODD = '{"city": "", "days": null, "note": "None of \\"\\" null"}'
+V3_NEXT = "<|tool▁call▁end|>\n<|tool▁call▁begin|>function<|tool▁sep|>find\n```json\n"
 V3 = "<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>now\n```json\n"
 MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text, what is said, calls
     ("llama", '{"name": {"a": 1}, "arguments": {"x": 1', '{"name": {"a": 1}, "arguments": {"x": 1', []),
@@ -276,6 +279,40 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     ("harmony", "<|channel|>commentary to=functions.now json<|message|>null<|call|>", "", [NOW]),
     ("harmony", "<|channel|>commentary to=functions.now json<|message|>Now!<|call|>", "Now!", []),
     ("harmony", '<|channel|>commentary to=functions.find json<|message|>{"city": "Rome"<|call|>', "", [ROME]),
+    *(  # only what stands in place of the arguments is dropped, not the same words in the next call or after it
+        (name, text + ' None of "" null', ' None of "" null', [NOW, ("find", json.loads(ODD))])
+        for name, text in (
+            ("kimi", KIMI.replace("find", "now") + "<|tool_call_end|>" + KIMI[28:] + ODD + KIMI_END),
+            ("deepseek v3", wide(V3 + '""\n```' + V3_NEXT + ODD + "\n```<|tool▁call▁end|><|tool▁calls▁end|>")),
+        )
+    ),
+    ("mistral", "[TOOL_CALLS]now[ARGS]null[TOOL_CALLS]find[ARGS]" + '{"city": ""}', "", [NOW, ("find", {"city": ""})]),
+    ("hermes", HERMES.replace("arguments", "args") + "}}", HERMES.replace("arguments", "args") + "}}", []),
+    *(  # tags that are written twice, or that nothing follows, are not content
+        (name, text.replace(tag, tag * 2) + more, "", [call])
+        for name, text, call, tags in (
+            ("glm", GLM.format("Rome"), ROME, ("<tool_call>", "</tool_call>")),
+            ("qwen xml", QWEN.format("Rome"), ROME, ("<tool_call>", "</tool_call>", "</function>")),
+            ("minimax", MINIMAX.format("Rome") + "</minimax:tool_call>", ROME, ("</minimax:tool_call>", "</invoke>")),
+            ("hermes", HERMES + "}}\n</tool_call>", ROME, ("<tool_call>", "</tool_call>")),
+            ("kimi", KIMI.replace("find", "now") + "{}" + KIMI_END, NOW, ("<|tool_call_begin|>", "<|tool_call_end|>")),
+            ("mistral", "[TOOL_CALLS]now[ARGS]{}", NOW, ("[TOOL_CALLS]",)),
+        )
+        for tag in tags
+        for more in ("", "\n" + FORMATS[name].marks[0])
+    ),
+    ("hermes", HERMES + "}}\n</tool_call></tool_call> ok", " ok", [ROME]),
+    *(  # the mark between the header and the message is missing
+        ("harmony", f"<|channel|>commentary to=functions.find{header}" + '{"city": "Rome"}' + end, said, [ROME])
+        for header in ("", " ", " json", " <|constrain|>json ")
+        for end, said in (
+            ("", ""),
+            ("<|call|>", ""),
+            ("<|end|><|start|>assistant<|channel|>final Yes.<|return|>", "Yes."),
+        )
+    ),
+    ("harmony", "<|channel|>final<|message|>So<|end|><|start|>assistant<|channel|>comm", "So", []),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|>Wait", "I look.\nWait", []),
     *(
         (name, text.replace("{}", value), "", [("find", {"city": value})])
         for name, text in (("qwen xml", QWEN), ("glm", GLM), ("minimax", MINIMAX + "</minimax:tool_call>"))
@@ -340,6 +377,21 @@ def test_malformed_calls_have_arguments_that_are_json(name: str, text: str, said
     answer = AnswerForm(calls=ToolOptions(FORMATS[name], TRIP), harmony=name == "harmony")
     for pieces in ([text], text):
         assert parts(answer, pieces)[1:] == (said, calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"arguments": {"near": %}, "name": "find"}\n</tool_call>'),
+        ("qwen xml", QWEN.replace("{}", "%").replace("city", "near")),
+        ("glm", GLM.replace("{}", "%").replace("city", "near")),
+    ],
+)
+def test_lone_surrogates_in_arguments_are_escaped(name: str, text: str) -> None:
+    """UTF-8 cannot encode them, so a response with one could not be sent."""
+    answer = AnswerForm(calls=ToolOptions(FORMATS[name], TRIP))
+    (arguments,) = joined(answer.split(text.replace("%", '["\\ud800"]'))[0].calls)
+    assert arguments.encode() == b'{"near": ["\\ud800"]}'
 
 
 @pytest.mark.parametrize("name", FORMATS)

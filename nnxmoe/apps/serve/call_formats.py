@@ -87,14 +87,14 @@ class CallFormat:
     @functools.cached_property
     def head(self) -> re.Pattern[str]:
         """Pattern of the text from the end of the previous call to the arguments of the next call."""
-        return re.compile(self._between_calls + _pattern(self.before_arguments) + _SPACES)
+        return re.compile(self.between_calls.pattern + _pattern(self.before_arguments) + _SPACES)
 
     @functools.cached_property
     def object_head(self) -> re.Pattern[str]:
         """Pattern of the text before a call that is one JSON object. Models of any family may write such calls."""
         prefix, brace, _ = self.before_arguments.partition('{"name"')
         start = _pattern(prefix) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
-        return re.compile(self._between_calls + start + r"\s*+(?=\{)")
+        return re.compile(self.between_calls.pattern + start + r"\s*+(?=\{)")
 
     @functools.cached_property
     def tail(self) -> re.Pattern[str]:
@@ -110,11 +110,17 @@ class CallFormat:
         """Pattern of the text after the last call, or `None` if the answer ends after the last call."""
         if self.closing is None:
             return None
+        more_tags = rf"(?:\s*+(?:{'|'.join(map(re.escape, self.closing_tags))}))*+"  # models may repeat the tags
         if not self.closing:
-            return self.tail
+            return re.compile(self.tail.pattern + more_tags)
         # White space after the closing text is content.
         closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"
-        return re.compile(f"(?:{self.tail.pattern})?{closing}")
+        return re.compile(f"(?:{self.tail.pattern})?{closing}{more_tags}")
+
+    @property
+    def closing_tags(self) -> list[str]:
+        """Tags after the arguments of a call, and after the last call."""
+        return _TAG.findall(self.after_arguments + (self.closing or ""))
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
@@ -126,7 +132,7 @@ class CallFormat:
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
         """Pattern that matches the remainder of a call's end at the start of a text."""
-        tags = "|".join(map(re.escape, _TAG.findall(self.after_arguments + (self.closing or "")))) or "$."
+        tags = "|".join(map(re.escape, self.closing_tags)) or "$."
         brace = r"\s}" if self.is_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
 
@@ -138,10 +144,13 @@ class CallFormat:
         stops = "|".join(map(re.escape, self.stops))
         return re.compile(rf"(?P<head>{head})|(?P<end>{re.escape(self.argument.end_tag)})|(?P<stop>{stops})")
 
-    @property
-    def _between_calls(self) -> str:
+    @functools.cached_property
+    def between_calls(self) -> re.Pattern[str]:
+        """Pattern of the text between the arguments of a call and the next call."""
         between = _pattern(self.between.strip())
-        return rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:{_pattern(self.opening)})?\s*+"
+        marks = () if self.only_at_start else self.marks
+        openings = "|".join(map(_pattern, filter(None, (self.opening, *marks)))) or "$."  # models may repeat them
+        return re.compile(rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+)*")
 
 
 def _pattern(text: str, newline: str = _SPACES) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from nnxmoe.apps.serve.call_formats import NAME
-from nnxmoe.apps.serve.json_stream import NOTHING, JsonArguments, json_object
+from nnxmoe.apps.serve.json_stream import NOTHING, JsonArguments, json_object, to_json
 from nnxmoe.apps.serve.reasoning import held
 from nnxmoe.apps.serve.tagged_arguments import TaggedArguments, next_tag
 from nnxmoe.apps.serve.tool_options import ToolOptions
 
 _LETTERS = string.ascii_letters + string.digits
-_NOTHING = re.compile(rf"\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"])")
+_NOTHING = re.compile(rf"(?:\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"]))?\s*")
 _FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # fields of a call that is one JSON object
 
 
@@ -103,7 +103,7 @@ class CallSplit:
         return AnswerPart(content="" if self.count and text.isspace() else text)
 
     def _is_rest(self, text: str) -> bool:
-        """Return whether a text is the end of a call.
+        """Return whether a text is the end of a call, or only the tags before the next call.
 
         Models may omit part of a call's end, or reach the length limit within it.
         """
@@ -111,7 +111,8 @@ class CallSplit:
         suffix = form.after_arguments + (form.closing or "")
         opening = "" if form.argument is None else form.argument.opening
         endings = ["".join(part.split()) for part in (suffix, opening)]
-        return any(ending.startswith(letters) for ending in endings) or form.tail.fullmatch(text.rstrip()) is not None
+        is_end = any(ending.startswith(letters) for ending in endings) or form.tail.fullmatch(text.rstrip())
+        return bool(is_end or form.between_calls.fullmatch(text))
 
     def _next(self, final: bool, cut: bool) -> AnswerPart | None:
         """Return the next part, or None if more text is needed."""
@@ -122,7 +123,7 @@ class CallSplit:
                 return (
                     self._call(final)
                     or self._whole(final and not cut)
-                    or self._last()
+                    or self._last(final)
                     or (self._skip() if final else None)
                 )
             case "arguments":
@@ -159,7 +160,7 @@ class CallSplit:
         if (match := form.head.match(self._buffer)) is None:
             return None
         rest, is_tool = self._buffer[match.end() :], match["name"] in self._tools.parameters
-        is_end = final and is_tool and not _NOTHING.sub("", rest).strip()
+        is_end = final and is_tool and _NOTHING.fullmatch(rest) is not None
         if rest.startswith("{"):
             self._arguments = JsonArguments(form.stops)
         elif form.argument is not None:
@@ -168,8 +169,8 @@ class CallSplit:
             if not (is_end or is_tag_first or (is_tool and (part is not None or (final and rest.startswith("<"))))):
                 return None
             self._arguments = TaggedArguments(self._tools, match["name"])
-        elif is_end or _NOTHING.sub("", rest).lstrip().startswith(form.stops):
-            self._arguments, rest = JsonArguments(form.stops), _NOTHING.sub("", rest).lstrip()
+        elif is_end or _NOTHING.sub("", rest, count=1).startswith(form.stops):
+            self._arguments, rest = JsonArguments(form.stops), _NOTHING.sub("", rest, count=1)
         else:
             return None
         self._state, self._buffer = "arguments", rest
@@ -202,6 +203,8 @@ class CallSplit:
                 return None
             if name not in self._tools.parameters:
                 return None
+        if not body.keys() & {"arguments", "parameters"} and not body.keys() <= _FIELDS:
+            return None  # the arguments are in a field with a different name
         arguments = body.get("arguments", body.get("parameters")) or {}
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
             arguments = _loaded(json_object(arguments.lstrip()))
@@ -210,13 +213,16 @@ class CallSplit:
             return None
         brace = "}" if form.is_object else ""  # `tail` expects the brace that `JsonArguments` leaves in the buffer
         self._buffer = brace + text[end:]
-        return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
+        return self._new(name, None, to_json(arguments))
 
-    def _last(self) -> AnswerPart | None:
+    def _last(self, final: bool) -> AnswerPart | None:
         end_pattern = self._format.end
         if not self.count or end_pattern is None or (match := end_pattern.match(self._buffer)) is None:
             return None
-        self._state, self._buffer = "text", self._buffer[match.end() :]
+        rest = self._buffer[match.end() :]
+        if not final and held(rest, self._format.closing_tags) == len(rest):  # may continue with a repeated tag
+            return None
+        self._state, self._buffer = "text", rest
         return AnswerPart()
 
     def _skip(self) -> AnswerPart | None:

@@ -14,9 +14,13 @@ from nnxmoe.apps.serve.reasoning import held
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 BEGINS = ("<|start|>", "<|channel|>")
-CALLED = "<|call|>"
+CONSTRAIN = "<|constrain|>"
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # texts before and after the reasoning
 _CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
+_HEADER_END = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
+_HEADER = re.compile(
+    r"(?:\s*(?:<\|(?:start|channel|constrain)\|>\s*\w*|to=[\w.-]*|(?:json|code)(?=\s*(?:\{|<\||$))))+\s*"
+)
 
 
 class HarmonySplit:
@@ -42,26 +46,35 @@ class HarmonySplit:
 
     def end(self, cut: bool = False) -> AnswerPart:
         """Return the text that was held back. Completes incomplete arguments unless the text was ``cut``."""
-        rest, self._buffer = self._buffer, ""
-        if self._in != "header":
-            return self._part(rest, final=True, cut=cut)
-        if (match := _CALLED.search(rest)) is not None:  # a call without a message
-            return self._call(match["name"]) if cut else self._call(match["name"], "{}")
-        return AnswerPart() if self._seen else AnswerPart(content=rest)  # a text without a message is content
+        result = AnswerPart()
+        if self._in == "header":
+            header, text = _split_header(self._buffer)
+            if header or self._seen:
+                text = text[: len(text) - held(text, (MESSAGE, CONSTRAIN, *ENDS, *BEGINS))]
+            if not text.strip() and _CALLED.search(header) is None:
+                return result
+            result, self._buffer = self._message(header), text
+        text, self._buffer = self._buffer, ""
+        return result.followed_by(self._part(text, final=True, cut=cut))
 
     def _header(self) -> AnswerPart | None:
-        head, mark, rest = self._buffer.partition(MESSAGE)
-        prefix, tag, rest_after_call = self._buffer.partition(CALLED)
-        if tag and len(prefix) < len(head) and (match := _CALLED.search(self._buffer)):  # a call without a message
-            self._buffer = rest_after_call
-            return self._call(match["name"], "{}")
-        if not mark:
+        if (match := _HEADER_END.search(self._buffer)) is None:
             return None
-        self._buffer = rest
-        if match := _CALLED.search(head + mark):
+        header, self._buffer = self._buffer[: match.start()], self._buffer[match.end() :]
+        if match[0] == MESSAGE:
+            return self._message(header)
+        header, text = _split_header(header)  # the model omitted the mark between the header and the message
+        if not text.strip() and _CALLED.search(header + MESSAGE) is None:
+            return AnswerPart()
+        self._buffer = text + match[0] + self._buffer
+        return self._message(header)
+
+    def _message(self, header: str) -> AnswerPart:
+        """Start a message."""
+        if match := _CALLED.search(header + MESSAGE):
             self._in, self._name, self._arguments = "call", match["name"], JsonArguments(())
             return AnswerPart()
-        self._in = "reasoning" if re.search(r"<\|channel\|>\s*analysis", head) else "content"
+        self._in = "reasoning" if re.search(r"<\|channel\|>\s*analysis", header) else "content"
         is_repeated = self._in in self._seen
         self._seen.add(self._in)
         return self._part("\n" if is_repeated else "")
@@ -105,3 +118,9 @@ class HarmonySplit:
         self.count += 1
         self._seen.add("call")
         return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, new_id())])
+
+
+def _split_header(text: str) -> tuple[str, str]:
+    """Split a text without the mark `MESSAGE` into the header and the text of the message."""
+    length = match.end() if (match := _HEADER.match(text)) else 0
+    return text[:length], text[length:]

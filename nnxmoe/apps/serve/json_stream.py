@@ -7,7 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 NOTHING = ("", "null", "None", '""')  # models write these in place of an empty object
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -266,3 +266,8 @@ class JsonArguments:
 def json_object(text: str) -> str:
     """Repair a text that starts with a brace, so that it is a valid JSON object."""
     return JsonArguments(()).take(text, final=True).arguments
+
+
+def to_json(value: Any) -> str:
+    """Serialize a value as JSON. Lone surrogates are escaped, because UTF-8 cannot encode them."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

@@ -3,12 +3,10 @@
 The parser returns the arguments as one JSON object.
 """
 
-import json
 import re
-from typing import Any
 
 from nnxmoe.apps.serve.call_formats import CallFormat
-from nnxmoe.apps.serve.json_stream import Taken
+from nnxmoe.apps.serve.json_stream import Taken, to_json
 from nnxmoe.apps.serve.reasoning import held
 from nnxmoe.apps.serve.tool_options import ToolOptions
 
@@ -53,10 +51,10 @@ class TaggedArguments:
 
     def _member(self, key: str, text: str, cut: bool) -> str:
         """Format an argument as a member of the object. A truncated member is left incomplete."""
-        value = _json(self._tools.value(self._tool, key, text))
+        value = to_json(self._tools.value(self._tool, key, text))
         self._count += 1
         comma = ", " if self._count > 1 else "{"
-        return f"{comma}{_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
+        return f"{comma}{to_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
 
     def _value(self, text: str, start: int, final: bool) -> tuple[str, str, bool] | None:
         """Find the value that starts at ``start``.
@@ -89,7 +87,3 @@ class TaggedArguments:
 def next_tag(form: CallFormat, text: str, start: int = 0) -> re.Match[str] | None:
     """Find the first tag from ``start`` that does not end a value."""
     return next((part for part in form.argument_tags.finditer(text, start) if part.lastgroup != "end"), None)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
