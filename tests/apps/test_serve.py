@@ -361,6 +361,8 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"tools": [{}]}, 400, "tools", "use /v1/chat/completions"),
     ({"foo": 1}, 400, "foo", "foo is not a field of this API: leave it out"),
     ({"temprature": 1}, 400, "temprature", "did you mean temperature?"),
+    ({"input": "x"}, 400, "input", "input is not a field of this API: leave it out"),  # no field is meant but this one
+    ({"max tokens": 1}, 400, "max tokens", "max tokens is not a field of this API: did you mean max_tokens?"),
     ({"stream_options": {"foo": 1}, "stream": True}, 400, "foo", "stream_options.foo is not a field"),
     (
         {"stream_options": {"include_usage": "yes"}, "stream": True},
@@ -502,10 +504,12 @@ def test_every_neutral_value_is_left_out(kind: type[BaseRequest]) -> None:
     table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
     assert not {name for name in table.keys() & LABELS}
     plain = decode(json.dumps(base).encode(), kind)
-    for name, values in table.items():
+    others = {name: ("", [], {}) for name in (*table, "no_field") if name not in kind.__struct_fields__}
+    others |= dict.fromkeys(LABELS, (0.5, "x"))
+    for name, values in [*table.items(), *others.items()]:
         for value in (None, *values):
             assert decode(json.dumps({name: value} | base).encode(), kind) == plain, (name, value)
-        if name not in {*kind.__struct_fields__, "messages", "prompt"}:
+        if name in table and name not in {*kind.__struct_fields__, "messages", "prompt"}:
             for value in ("other", 7, [1], *(int(one) for one in values if isinstance(one, bool))):
                 with pytest.raises(Refused, match=f"^{name} is not supported: leave it out") as refused:
                     decode(json.dumps({name: value} | base).encode(), kind)
@@ -547,6 +551,7 @@ def test_fields_of_other_servers(server: Running, demo: Any) -> None:
     for path, body in ((COMPLETIONS, STORY), (CHATS, CHAT | {"max_tokens": 8})):
         plain = one(server, path, body)
         assert one(server, path, {name: value for name, value in body.items() if name != "model"}) == plain
+        assert one(server, path, body | {"model": ""}) == plain
         options = {"include_usage": True, "continuous_usage_stats": True}
         *chunks, last = server.stream(path, body | {"n": 2, "stream_options": options})
         made = [(event["choices"][0]["index"], event["usage"]) for event in chunks]

@@ -7,15 +7,21 @@ from typing import Any
 
 from nnxmoe.apps.serve.settings import Refused
 
-# Maps fields of OpenAI, vLLM, SGLang, llama.cpp and other servers to the values that have no effect. (Null never has an
-# effect.) Fields with these values are dropped. Unsupported fields with other values raise Refused.
+# Maps fields of OpenAI, vLLM, SGLang, llama.cpp and other servers to the values that have no effect. Fields with these
+# values are dropped, as are null and unsupported fields with empty values. Other values of unsupported fields raise
+# Refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options", "prompt_logprobs"), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "max_new_tokens", "n_predict", "random_seed"), ()),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions", "logits_processors"), ([],)),
-    **dict.fromkeys(("logit_bias", "lora", "plugins", "samplers", "stop_regex", "transforms"), ([], {})),
-    **dict.fromkeys(("custom_params", "extra_body", "mm_processor_kwargs", "structured_outputs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("ebnf", "grammar", "guided_grammar", "guided_regex", "regex", "suffix"), ("",)),
+    **dict.fromkeys(
+        ("allowed_token_ids", "audio", "bad_words", "custom_params", "documents", "ebnf", "extra_body"), ()
+    ),
+    **dict.fromkeys(("functions", "grammar", "logits_processors", "lora", "max_new_tokens", "mm_processor_kwargs"), ()),
+    **dict.fromkeys(
+        ("moderation", "n_predict", "plugins", "prediction", "prompt_logprobs", "random_seed", "regex"), ()
+    ),
+    **dict.fromkeys(("samplers", "stop_regex", "structured_outputs", "suffix", "transforms", "vllm_xargs"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "web_search_options"), ()),
+    **dict.fromkeys(("guided_grammar", "guided_regex"), ("",)),
+    "logit_bias": ([], {}),
     **dict.fromkeys(("early_stopping", "include_stop_str_in_output", "no_stop_trim", "return_token_ids"), (False,)),
     **dict.fromkeys(("return_hidden_states", "return_tokens_as_token_ids", "safe_prompt", "store"), (False,)),
     **dict.fromkeys(("timings_per_token", "use_beam_search"), (False,)),
@@ -24,6 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_keep", "n_probs", "priority", "top_a"), (0,)),
     **dict.fromkeys(("no_repeat_ngram_size", "xtc_probability"), (0,)),
     **dict.fromkeys(("length_penalty", "num_beams", "repeat_penalty", "tfs_z", "typical_p"), (1,)),
+    "do_sample": (True,),
     "function_call": ("none", "auto"),
     "guided_choice": ([],),
     "modalities": (["text"],),
@@ -35,27 +42,29 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "best_of": (1,),
-    "chat_template": ("",),
+    "chat_template": (),
     "continue_final_message": (False,),
     "echo": (False,),
-    "prompt": ("", []),
+    "prompt": (),
     "tool_choice": ({},),
 }
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
-    "chat_template_kwargs": ({},),
+    "chat_template_kwargs": (),
     "logprobs": (False,),
     "max_completion_tokens": (),
-    "messages": ([],),
+    "messages": (),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "tools": (),
     "top_logprobs": (0,),
 }
-# Fields that never affect the answer.
+# Fields that never affect the answer. Some set the strength of a sampling method that is not supported.
 LABELS = {"cache_prompt", "cache_salt", "keep_alive", "metadata", "prompt_cache_key", "prompt_cache_options"}
 LABELS |= {"prompt_cache_retention", "request_id", "rid", "safety_identifier", "user"}
+LABELS |= {"dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"}
+LABELS |= {"mirostat_eta", "mirostat_tau", "repeat_last_n", "xtc_threshold"}
 CACHE = "cache_control"  # Anthropic's field in messages, parts and tools. Caching does not affect answers.
 _INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "logit_bias",
@@ -108,7 +117,11 @@ def effective(body: Mapping[str, Any], supported_fields: Collection[str], chat: 
         Refused: If an unsupported field has a value with an effect.
     """
     table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
-    fields = {name: value for name, value in body.items() if value is not None}
+    fields = {
+        name: value
+        for name, value in body.items()
+        if value is not None and (name in supported_fields or value not in ("", [], {}))
+    }
     for name in fields.keys() & table.keys():
         value = _without_null(fields[name]) if name in _NESTED else fields[name]
         if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in table[name]):
@@ -146,9 +159,9 @@ def refusal(message: str, supported_fields: Collection[str]) -> Refused:
     """
     problem, _, location = message.partition(" - at ")
     path = location.rpartition("$")[2].rstrip("`").lstrip(".")
-    if match := re.search(r"unknown field `(\w+)`", problem):
+    if match := re.search(r"unknown field `(.*)`", problem):
         name = f"{path}.{match[1]}" if path else match[1]
-        close_names = [] if path else difflib.get_close_matches(name, [*supported_fields, *NEUTRAL, *LABELS], 1)
+        close_names = [] if path else difflib.get_close_matches(name, supported_fields, 1, cutoff=0.75)
         remedy = _remedy(path) or (f"did you mean {close_names[0]}?" if close_names else "leave it out")
         return Refused(400, f"{name} is not a field of this API: {remedy}", match[1])
     if match := re.search(r"required field `(\w+)`", problem):

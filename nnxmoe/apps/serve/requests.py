@@ -274,7 +274,7 @@ class Planner:
         return ids, texts
 
     def _refuse_model(self, request: BaseRequest) -> None:
-        if request.model not in (None, self.settings.name):
+        if request.model and request.model != self.settings.name:
             reason = f"the model {request.model!r:.80} does not exist: use {self.settings.name!r}"
             raise Refused(404, reason, "model", "model_not_found")
 
