@@ -6,7 +6,7 @@ from typing import Any
 
 from nnxmoe.tokenizer.chat_template import to_json_types
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
-from nnxmoe.tokenizer.tool_calls import parse_tool_calls
+from nnxmoe.tokenizer.tool_calls import pop_tool_calls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of the reasoning field in different templates.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # Mark at the end of a message. The space shows whether templates strip it.
@@ -22,7 +22,7 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     """Convert messages to dicts of JSON types without None fields.
 
     Reasoning is stored under all names that templates use. Tool calls are validated (see
-    `parse_tool_calls`). Dataclasses and pydantic models are converted, as in transformers.
+    `pop_tool_calls`). Dataclasses and pydantic models are converted, as in transformers.
 
     Args:
         messages: a list of messages, or an object with the attribute ``messages``.
@@ -38,10 +38,8 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     normalized = []
     for number, message in enumerate(converted):
         fields = {name: value for name, value in message.items() if value is not None}
-        if "tool_calls" in fields:
-            fields["tool_calls"] = parse_tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
-            if not fields["tool_calls"]:  # some templates only test whether the field is defined
-                del fields["tool_calls"]
+        if calls := pop_tool_calls(fields, f"messages[{number}]"):  # some templates only test if the field is defined
+            fields["tool_calls"] = calls
         reasoning = next((fields[name] for name in REASONING if name in fields), None)
         if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -40,22 +40,30 @@ _CONTENTS: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None})
 _FORMS = [_CallForm(*options) for options in itertools.product(("", "typed", "flat"), _CONTENTS, (False, True))]
 
 
-def parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Validate the tool calls of a message.
+def pop_tool_calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Remove the tool calls from a message, and validate them.
 
     Args:
-        value: a list of calls or its JSON text, in OpenAI's form or flat (``{"name", "arguments"}``).
-        where: path of the field, for error messages.
+        message: the message. "tool_calls" is a list of calls or its JSON text, in OpenAI's form or flat
+            (``{"name", "arguments"}``).
+        where: path of the message, for error messages.
 
     Returns:
         Calls in OpenAI's form. Arguments that are absent, null or "" become ``{}``. Other arguments
-        are unchanged.
+        are unchanged. Empty if the message has no calls.
 
     Raises:
         TokenizerError: if a call is invalid. The message has the index of the call.
     """
-    if isinstance(value, str):
-        value = parse_json(value.encode("utf-8", "replace"), where, "correct the JSON", TokenizerError)
+    if message.get("function_call"):
+        raise TokenizerError(
+            f"{where}.function_call is not supported: write it as "
+            '"tool_calls": [{"type": "function", "function": …}], and its result with the role tool'
+        )
+    value, where = message.pop("tool_calls", []), f"{where}.tool_calls"
+    if isinstance(value, str):  # in columns of text, "" marks messages without calls
+        data = value.strip().encode("utf-8", "replace") or b"[]"
+        value = parse_json(data, where, "correct the JSON", TokenizerError)
     if not isinstance(value, list | tuple):
         raise TokenizerError(f"{where} is {short(value)}: it must be a list of function calls")
     return [_call(call, f"{where}[{number}]") for number, call in enumerate(value)]

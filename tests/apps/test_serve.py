@@ -437,6 +437,12 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools is not supported"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        400,
+        "messages",
+        "function_call is not supported: write it as",
+    ),
     ({"messages": [{"role": "user", "content": "hi", "audio": {"id": "a"}}]}, 400, "audio", "does not read it"),
     ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice needs tools"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format", "needs the type json_schema"),

@@ -945,7 +945,7 @@ def test_calls_without_arguments(name: str) -> None:
     ):
         text = made_with(CALL_FORMS[name][0]).apply_chat_template(calling({"function": {"name": "now", **given}}))
         assert text.endswith("{}"), given
-    for empty in ([], None, "[]"):
+    for empty in ([], None, "[]", "", " "):
         messages = [*HI, {"role": "assistant", "content": "a", "tool_calls": empty}]
         assert made_with("{{ messages[1].tool_calls is defined }}").apply_chat_template(messages) == "False"
 
@@ -971,6 +971,11 @@ def test_unusable_calls_are_named(name: str, call: Any, why: str) -> None:
     for calls in ("{", '{"name": "f"}', 3):
         with pytest.raises(TokenizerError, match=r"^messages\[1\]\.tool_calls"):
             made_with(PLAIN).apply_chat_template([*HI, {"role": "assistant", "tool_calls": calls}])
+    former = {"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(
+        TokenizerError, match=r'^messages\[1\]\.function_call is not supported: write it as "tool_calls"'
+    ):
+        made_with(CALL_FORMS[name][0]).apply_chat_template([*HI, former])
 
 
 def test_calls_that_a_template_omits_are_refused() -> None:

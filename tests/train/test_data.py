@@ -180,6 +180,10 @@ BAD: list[tuple[bytes, str]] = [
         r"messages\[0\]\.tool_calls\[0\]: the arguments '{' are not a JSON object",
     ),
     (
+        b'{"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}',
+        r'messages\[0\]\.function_call is not supported: write it as "tool_calls"',
+    ),
+    (
         b'{"messages": [{"role": "user", "content": ""}]}',
         r"messages\[0\]: content is '': it must be",
     ),

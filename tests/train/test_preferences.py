@@ -447,6 +447,10 @@ LINES: dict[str, tuple[Any, str]] = {
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
     "mixed": ({"prompt": "a", "chosen": "b", "rejected": answer("c")}, "rejected is .*all strings or all messages"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "have no common prefix, and there is no prompt"),
+    "other names": (
+        {"question": "q", "chosen": "a", "rejected": "b"},
+        r"no prompt: the record has the fields \['chosen', 'question', 'rejected'\]",
+    ),
     "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "have no common prefix"),
     "text before messages": (
         {"prompt": "a", "chosen": answer("b"), "rejected": answer("c")},

@@ -31,7 +31,7 @@ _GUIDES: Mapping[str, Callable[[Any, Any], Grammar]] = {
     "guided_grammar": Grammar.lark,
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
-CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of the conversation
+CONTENT = ("tool_calls", "audio", "refusal")  # fields of a message that are part of the conversation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.convert.files.untrusted_files import parse_json
 from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
-from nnxmoe.tokenizer.tool_calls import parse_tool_calls
+from nnxmoe.tokenizer.tool_calls import pop_tool_calls
 from nnxmoe.train.data.bad_records import RecordError
 
 # Role in a record (including ShareGPT's names) -> role in chat templates.
@@ -63,7 +63,7 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
     - ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT). "system" is optional.
 
     The field "tools" and other fields of messages are passed to the chat template. "tool_calls" are
-    validated (see `parse_tool_calls`). As in OpenAI's format, answers with weight 0 are not trained on.
+    validated (see `pop_tool_calls`). As in OpenAI's format, answers with weight 0 are not trained on.
     """
     fields = fields_of(value)
     pair = fields.keys() >= set(PAIR)
@@ -146,8 +146,8 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         shared -= texts and both[0][:shared].endswith(" ")  # tokenizers merge the space into the next token
         prompt, both = both[0][:shared], [field[shared:] for field in both]
     if not prompt:
-        hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
-        raise RecordError(f"chosen and rejected have no common prefix, and there is no prompt{hint}")
+        hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else f": {_field_names(fields)}"
+        raise RecordError(f"chosen and rejected have no common prefix, and there is no prompt{hint}", "no prompt")
     records = []
     for name, completion in zip(PAIR, both, strict=True):
         try:
@@ -244,7 +244,7 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     fields = {name: field for name, field in value.items() if field is not None}
     share_gpt = "from" in fields and "role" not in fields
     role_field, content_field = ("from", "value") if share_gpt else ("role", "content")
-    if calls := _calls(fields.pop("tool_calls", []), f"{path}.tool_calls"):
+    if calls := _calls(fields, path):
         fields = {content_field: "", **fields, "tool_calls": calls}
     if absent := next((name for name in (role_field, content_field) if name not in fields), None):
         state = "is null" if absent in value else "is missing"
@@ -269,11 +269,12 @@ def _part(part: Any, path: str) -> str:
     return text
 
 
-def _calls(value: object, path: str) -> list[dict[str, Any]]:
+def _calls(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
     try:
-        return parse_tool_calls(value, path)
+        return pop_tool_calls(message, path)
     except TokenizerError as error:
-        raise RecordError(str(error), f"{path} is invalid") from None
+        name = "function_call" if message.get("function_call") else "tool_calls"
+        raise RecordError(str(error), f"{path}.{name} is invalid") from None
 
 
 def _chat(messages: list[dict[str, Any]], prompt_length: int = 0) -> Record:
