@@ -74,6 +74,16 @@ class Matching:
 
     def __init__(self, ours: list[Entry], theirs: list[Entry], every: Layers):
         self.ours, self.theirs, self.every = ours, theirs, every
+        self.roles = frozenset[str]().union(*(a.words.roles for a in ours))
+        shapes = [a.shape for a in ours if a.layers != OUTSIDE]
+        # As in MaxText, the layers are on axis 1 if that is their only possible axis in some parameter.
+        self.layers_on_axis_1 = any(
+            b.layers == OUTSIDE
+            and b.shape[1:2] == (len(every),) != b.shape[:1]
+            and any(splits(rest, s) for s in shapes)
+            for b in theirs
+            for rest in [b.shape[:1] + b.shape[2:]]
+        )
         fits: dict[tuple[int, int], _Fit] = {}
         for i, a in enumerate(ours):
             for j, b in enumerate(theirs):
@@ -82,11 +92,9 @@ class Matching:
                     fits[i, j] = fit
         self.edges: dict[int, dict[int, str]] = {i: {} for i in range(len(ours))}
         votes = {inside: self._votes(fits, inside) for inside in (False, True)}
-        has_kernels = any(b.name.split("/")[-1] == "kernel" for b in theirs)
         for (i, j), fit in fits.items():
-            answers = votes[ours[i].layers != OUTSIDE]
-            if not answers:
-                answers = votes[False] | votes[True] | ({False} if has_kernels else set[bool]())
+            is_linen_kernel = theirs[j].name.split("/")[-1] == "kernel"
+            answers = votes[ours[i].layers != OUTSIDE] or ({False} if is_linen_kernel else set[bool]())
             storage = fit.storage(next(iter(answers)) if len(answers) == 1 else None)
             if storage is not None:
                 self.edges[i][j] = storage
@@ -114,7 +122,9 @@ class Matching:
         return _Fit(as_is, transposed, matrix and len(their_shape) == 2) if as_is or transposed else None
 
     def _stacked(self, b: Entry) -> bool:
-        return b.layers == OUTSIDE and b.shape[:1] == (len(self.every),)
+        """Check whether axis 0 contains the layers."""
+        on_axis = [size == len(self.every) for size in b.shape]
+        return b.layers == OUTSIDE and on_axis[:1] == [True] and not (self.layers_on_axis_1 and on_axis[1:2] == [True])
 
     def _votes(self, fits: Mapping[tuple[int, int], _Fit], inside: bool) -> set[bool]:
         """Determine whether the Linen matrices are stored as ``[out, in]``.
@@ -203,11 +213,13 @@ class Matching:
     def _same_role(self, i: int, j: int) -> float:
         """Score pairs whose names have a common role, if the Linen name contains all other words of the NNX name.
 
-        An unambiguous role scores higher.
+        A role that is unambiguous in this model scores higher. Pairs with an unknown role score negative.
         """
         a, b = self.ours[i].words, self.theirs[j].words
+        if not b.roles:
+            return -1
         matches = a.roles & b.roles and a.rest <= b.rest
-        return 1 + (len(b.roles) == 1) + 2 * len(a.rest) if matches else 0
+        return 1 + (len(b.roles & self.roles) == 1) + 2 * len(a.rest) if matches else 0
 
     def _same_module(self, i: int, j: int) -> float:
         """Score pairs in modules that have a matched parameter, such as the bias once the kernel is matched."""
@@ -220,12 +232,12 @@ class Matching:
         return bool(our_module and their_module) and has_two_parameters and any(matched)
 
     def _only_fit(self, i: int, j: int) -> float:
-        """Score pairs in layers that match completely, and norms in all layers.
+        """Score norms that are named so, and other parameters in layers that match completely.
 
         These pairs are accepted if their parameters have no other candidates. All other pairs score negative.
         """
         a, b = self.ours[i], self.theirs[j]
-        return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1
+        return 1 if (b.words.norm if a.words.norm else a.layers <= self.complete) else -1
 
     def _overlap(self, i: int, k: int) -> bool:
         return bool(self.ours[i].layers & self.ours[k].layers)

@@ -202,8 +202,10 @@ def _read_meta(linen_entries: list[Entry]) -> None:
 
 def _read_automatic(nnx_entries: list[Entry], linen_entries: list[Entry]) -> None:
     """Assign roles to two norms that are numbered in order of execution."""
-    norms = {entry.words.roles for entry in nnx_entries if entry.words.norm and entry.layers != OUTSIDE}
-    if norms - {frozenset({role}) for role in "qkv"} != {frozenset({"attention_norm"}), frozenset({"mlp_norm"})}:
+    norms = [entry for entry in nnx_entries if entry.words.norm and entry.layers != OUTSIDE]
+    shapes = {entry.shape for entry in norms if entry.words.roles & {"attention_norm", "mlp_norm"}}
+    roles = {entry.words.roles for entry in norms if entry.shape in shapes}
+    if roles != {frozenset({"attention_norm"}), frozenset({"mlp_norm"})}:
         return
     groups: dict[str, dict[tuple[bool, str], Entry]] = {}
     for entry in linen_entries:

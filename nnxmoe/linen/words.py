@@ -14,6 +14,7 @@ _PHRASES = [
         "multi ?head|qk": "", "lm ?head|logits dense|logits|unembed(?:ding)?": "head",
         "attn vec einsum": "attention o", "c attn|q k v|query key value|w?qkv": "fused",
         "gate up|up gate|gateup": "fused",
+        "biases|logit bias / values": "bias", "sink|sinks / scores": "sinks",
         "shared experts?": "shared", "expert": "experts", "feed ?forward": "mlp", "ln f|lnf": "final norm",
         "c proj": "out", "output": "out",
         "token embedder|embed tokens|tok embeddings|wte|embed(?:der|dings?)": "embed",
@@ -27,7 +28,7 @@ _NOISE = frozenset("transformer decoder model layer layers block blocks h stack 
 _SIDES = {"attention": "attention"} | dict.fromkeys("mlp moe experts shared router".split(), "mlp")
 _POSITIONS = frozenset("pre post input final".split())
 _ROLES: dict[str, Roles] = {
-    **{word: frozenset({word}) for word in "q k v o kv up down router embed head fused".split()},
+    **{word: frozenset({word}) for word in "q k v o kv up down router embed head fused sinks".split()},
     "gate": frozenset({"gate", "router"}), "gating": frozenset({"gate", "router"}), "wi": frozenset({"gate", "up"}),
     "out": frozenset({"o", "down", "head"}), "wo": frozenset({"o", "down"}),
     "wi0": frozenset({"gate"}), "wi1": frozenset({"up"}),  # T5X
@@ -35,7 +36,7 @@ _ROLES: dict[str, Roles] = {
     **dict.fromkeys(("wpe", "pos", "position", "positions"), frozenset({"position"})),
 }  # fmt: skip
 _OF_SIDE = {
-    "attention": frozenset({"q", "k", "v", "o", "kv", "gate", "fused"}),
+    "attention": frozenset({"q", "k", "v", "o", "kv", "gate", "fused", "sinks"}),
     "mlp": frozenset({"gate", "up", "down", "router", "fused"}),
 }
 _NORMS = {  # (position, side) -> possible norms of a layer
@@ -86,7 +87,7 @@ def read(name: str, unambiguous: bool = False) -> Words:
     parts = _words(name)
     leaf = parts[-1][0] if parts and len(parts[-1]) == 1 and parts[-1][0] in _LEAVES else ""
     inner = parts[:-1] if leaf and len(parts) > 1 else parts
-    words = [word for part in inner for word in part]
+    words = [word for part in inner for word in part if word != "bias"]
     sides = {_SIDES[word] for word in words if word in _SIDES}
     side = next(iter(sides)) if len(sides) == 1 else ""
     can_be_norm = leaf in ("", "weight", "weights", "w", "scale", "gamma", "bias", "b", "beta") and not unambiguous
@@ -106,7 +107,8 @@ def read(name: str, unambiguous: bool = False) -> Words:
             part,
             next((second for first, second in pairs if first in ("q", "kv") and second in ("a", "b")), ""),
         )
-    bias = leaf in ("bias", "b", "beta") if leaf or unambiguous else None
+    has_bias = leaf in ("bias", "b", "beta") or (not leaf and any("bias" in part for part in inner))
+    bias = has_bias if has_bias or leaf or unambiguous else None
     known_words = _NOISE | _SIDES.keys() | _ROLES.keys() | _POSITIONS | {"a", "b"}
     return Words(
         roles,

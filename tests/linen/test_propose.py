@@ -28,7 +28,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 4,
     "intermediate_size": 28,
 }
-LLAMA = nnxmoe.config_from_hf(SIZES | {"model_type": "llama", "num_attention_heads": 4})
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+LLAMA = nnxmoe.config_from_hf(SIZES | HEADS | {"model_type": "llama"})
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -87,6 +88,56 @@ def test_square_kernels_with_numbered_names_are_ambiguous() -> None:
     proposed = linen.propose_mapping(LLAMA, tree)
     dense = tuple(f"block{{layer}}/Dense_{n}/kernel" for n in range(4))
     assert not proposed and {proposed.candidates[f"{LAYER}attention/{x}/kernel"] for x in "qkvo"} == {dense}
+
+
+@pytest.mark.parametrize("experts", [2, 3])
+def test_layers_on_axis_1_are_not_mapped(experts: int) -> None:
+    """As in MaxText. With two layers and two experts, axis 0 of an expert kernel looks like the layers."""
+    fields = SIZES | {"model_type": "mixtral", **HEADS, "num_local_experts": experts}
+    config = nnxmoe.config_from_hf(fields)
+    tree = {"ln_1": {"scale": f32(16, 2)}, "o_proj": {"kernel": f32(4, 2, 4, 16)}}
+    tree |= {"experts": {"down": f32(experts, 2, 28, 16)}, "gate": {"kernel": f32(16, 2, experts)}}
+    assert not linen.propose_mapping(config, {"layers": tree})
+
+
+def test_square_kernels_of_unknown_orientation_are_ambiguous() -> None:
+    """The orientation of the head does not determine that of the layers, or vice versa."""
+    layer = {"attn": {f"{x}_proj": {"weight": f32(16, 16)} for x in "qkvo"}}
+    tree = {"embed": {"embedding": f32(24, 16)}, "lm_head": {"embedding": f32(24, 16)}}
+    proposed = linen.propose_mapping(LLAMA, tree | {"layers_0": layer, "layers_1": layer})
+    assert proposed == {"embed/table": "embed/embedding", "head/kernel": ("lm_head/embedding", jnp.transpose)}
+    assert proposed.candidates[f"{LAYER}attention/q/kernel"] == ("layers_{layer}/attn/q_proj/weight",)
+
+
+def test_norms_of_queries_are_not_norms_of_the_layer() -> None:
+    fields = SIZES | {"model_type": "qwen3", **HEADS, "head_dim": 16}
+    block = {"attn": {f"RMSNorm_{i}": {"scale": f32(16)} for i in range(2)}, "a_ln": {"scale": f32(16)}}
+    proposed = linen.propose_mapping(nnxmoe.config_from_hf(fields), {"block0": block, "block1": block})
+    assert not proposed and len(proposed.candidates[NORMS[0]]) == 3
+
+
+def test_unknown_names_compete_with_ambiguous_names() -> None:
+    """``w2`` may be any of the three kernels, and ``drop`` replaces no norm."""
+    config = nnxmoe.config_from_hf(SIZES | {"model_type": "mixtral", **HEADS, "num_local_experts": 2})
+    experts = {"w0": f32(2, 28, 16), "w1": f32(2, 16, 28), "w2": f32(2, 28, 16)}  # [out, in], as in torch
+    block = {"experts": experts, "ln_attn": {"scale": f32(16)}, "drop": {"scale": f32(16)}}
+    proposed = linen.propose_mapping(config, {"block0": block, "block1": block})
+    assert dict(proposed) == {NORMS[0]: "block{layer}/ln_attn/scale"}
+
+
+def test_biases_of_experts_and_sinks_are_mapped() -> None:
+    fields = {"model_type": "gpt_oss", **HEADS, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = nnxmoe.config_from_hf(SIZES | fields | {"intermediate_size": 16, "sliding_window": 4})
+    biases = {f"{x}_bias": f32(2, 16) for x in ("gate", "up", "down")}
+    block = {"attn": {"sinks": f32(4)}, "mlp": {"experts": biases, "router": {"weight": f32(2, 16), "bias": f32(2)}}}
+    proposed = linen.propose_mapping(config, {"block0": block, "block1": block})
+    experts, router = f"{LAYER}moe/experts/biases/", f"{LAYER}moe/router/"
+    assert dict(proposed) == {
+        f"{LAYER}attention/sinks/scores": "block{layer}/attn/sinks",
+        **{f"{experts}{x}": f"block{{layer}}/mlp/experts/{x}_bias" for x in ("down", "gate", "up")},
+        f"{router}kernel": ("block{layer}/mlp/router/weight", jnp.transpose),
+        f"{router}logit_bias/values": "block{layer}/mlp/router/bias",
+    }
 
 
 # One row per code base: the layers' prefix; embedding, final norm and head; norms; q, k, v, o; gate, up, down; norms of
