@@ -240,9 +240,9 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
         maxtext.from_tree({**tree["params"]["params"], "params": moments}, config)
 
 
-@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("boxes", [0, 1, 2])
 @pytest.mark.parametrize("around", ["", "params/", "params/params/", "model/", "state/model/", "model/params/"])
-def test_nested_training_states_are_skipped_and_reported(around: str, boxed: bool) -> None:
+def test_nested_training_states_are_skipped_and_reported(around: str, boxes: int) -> None:
     """States of random generators and optimizers are skipped. Other arrays, such as EMA weights, raise by name."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     moments = {f"{name}/params/decoder/decoder_norm/scale": np.zeros(32, np.float32) for name in ("mu", "nu")}
@@ -251,6 +251,7 @@ def test_nested_training_states_are_skipped_and_reported(around: str, boxed: boo
         "decoder/layers/dropout/rngs/dropout/key": jax.random.key(0),
         "decoder/layers/self_attention/rngs/default/key": np.zeros((2, 2), np.uint32),
         "token_embedder/key": jax.random.key(1),
+        "decoder/layers/dropout_key": jax.random.key(2),
         "decoder/count": np.uint32(3),
     }
     state = {around + name.removeprefix("params/"): array for name, array in params.items()}
@@ -258,7 +259,7 @@ def test_nested_training_states_are_skipped_and_reported(around: str, boxed: boo
     state |= {f"optimizer/opt_state/0/{name}": array for name, array in moments.items()}
     state |= {f"{around}{name}": array for name, array in moments.items()}
     state |= {"opt_state": (1, "a tuple of Optax"), "optimizer/step": 3, "step": np.int32(3), "rngs/default/count": 1}
-    state = {f"{name}/value" if boxed else name: array for name, array in state.items()}
+    state = {name + boxes * "/value": array for name, array in state.items()}
     model = maxtext.from_tree(nested(state), config)
     identical(flat(maxtext.to_tree(model)), params)
     assert model.load_report is not None
@@ -270,6 +271,7 @@ def test_nested_training_states_are_skipped_and_reported(around: str, boxed: boo
         "decoder/layers/dropout/rngs",
         "decoder/layers/self_attention/rngs",
         "token_embedder/key",
+        "decoder/layers/dropout_key",
     )
     assert set(skipped[generators]) == {"rngs", *(around + place for place in places)}
     for name in ("ema/decoder/decoder_norm/scale", "decoder/layers/rng_scale"):

@@ -34,7 +34,7 @@ from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.untrusted_files import absolute_path
 from nnxmoe.convert.hf.auxiliary_files import read_generation_config, write_auxiliary_files
 from nnxmoe.convert.maxtext import orbax_folder
-from nnxmoe.convert.maxtext.array_trees import Tree, check_arrays, flatten_tree, split_off_states
+from nnxmoe.convert.maxtext.array_trees import Tree, check_arrays, flatten_tree, split_off_states, strip_boxes
 from nnxmoe.convert.maxtext.layout import (
     EMBED,
     KEY,
@@ -282,8 +282,7 @@ def _names(arrays: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
     names: dict[str, tuple[LazyArray, bool]] = {}
     for name in sorted(arrays, key=lambda name: "Var/" in name):
         prefix = _AROUND.match(name)
-        # Saved boxes and nnx.States have the suffix "/value".
-        short_name = (name[prefix.end() :] if prefix else name).removesuffix("/value")
+        short_name = strip_boxes(name[prefix.end() :] if prefix else name)
         if short_name in names and "Var/" not in name:
             raise CheckpointError(f"two arrays are named {short_name}, one of them at {name}: remove one of them")
         names[short_name] = arrays[name], bool(prefix and prefix["aux"])

@@ -1,5 +1,6 @@
 """Flatten parameter trees of MaxText and Flax, which may contain boxes and state other than parameters."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -69,6 +70,11 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     yield "/".join(("nnx_aux", *path) if aux else path), value
 
 
+def strip_boxes(name: str) -> str:
+    """Remove the suffixes ``/value`` of saved boxes and ``nnx.State``s, which may be nested."""
+    return re.sub("(/value)+$", "", name)
+
+
 def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
     """Separate parameters from the state of training and of random number generators.
 
@@ -77,12 +83,14 @@ def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, t
     """
     parameters, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in values.items():
-        components = name.removesuffix("/value").split("/")
+        components = strip_boxes(name).split("/")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, int) else None)
         is_integer = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
+        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)  # whatever its name
+        leaf = "key" if is_key else components[-1]
         for state, (branch_names, integer_names) in _STATES.items():
             index = next((position for position, component in enumerate(components) if component in branch_names), None)
-            if index is not None or (is_integer and components[-1] in integer_names):
+            if index is not None or (is_integer and leaf in integer_names):
                 skipped.setdefault(state, set()).add("/".join(components if index is None else components[: index + 1]))
                 break
         else:
