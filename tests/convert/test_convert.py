@@ -102,6 +102,18 @@ def test_rounded_queries_are_named_instead_of_verified(tmp_path: Path, capsys: p
         assert not rounded or f"queries {rounded} are rounded to bfloat16; --dtype float32 avoids it" in last
     line = ["convert", str(tmp_path / "1"), str(tmp_path / "f32"), "--to", "maxtext", "--verify", "--dtype", "float32"]
     assert cli.main(line) == 0 and "verified: " in capsys.readouterr().out
+    line = [
+        "convert",
+        str(tmp_path / "0"),
+        str(tmp_path / "changed"),
+        "--to",
+        "orbax",
+        "--verify",
+        "--dtype",
+        "bfloat16",
+    ]
+    assert cli.main([*line, "--quantize", "int8"]) == 0
+    assert "from the source's after --dtype bfloat16 --quantize int8" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -59,4 +59,8 @@ def run(options: argparse.Namespace) -> None:
                 f"{' and '.join(result.roundings)}; --dtype float32 avoids it"
             )
         elif result.difference is not None:
-            print(f"verified: all arrays are equal; logits differ by at most {result.difference:.1e}")
+            changes = [
+                f"--{name} {value}" for name in ("dtype", "adapter", "quantize") if (value := vars(options)[name])
+            ]
+            after = f" from the source's after {' '.join(changes)}" if changes else ""
+            print(f"verified: all arrays are equal; logits differ by at most {result.difference:.1e}{after}")
