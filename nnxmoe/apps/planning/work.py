@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import as_integer, set_positive
+from nnxmoe.config.validate import as_integer, floating_dtype, set_positive
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
 from nnxmoe.model.strategy import Strategy
@@ -109,6 +109,8 @@ class Work:
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"plan({name}={short(value)}): use True or False")
         check_rules("plan", self.rules)
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", floating_dtype("plan", "reduce_dtype", self.reduce_dtype))
         if self.across is not None and not isinstance(self.across, str):
             raise ValueError(f"plan(across={short(self.across)}): use the name of a mesh axis, or None")
         check_quantize_options(self.quantize, keep_quantized=False)
