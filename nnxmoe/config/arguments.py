@@ -73,14 +73,15 @@ def reject_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
         variadic = parameter.kind is parameter.VAR_KEYWORD
         parameter_names += get_args(parameter.annotation)[0].__annotations__ if variadic else [parameter.name]
     argument_names = [name for name in parameter_names if name != "self"]
+    callee = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]  # the class, for constructors
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in parameter_names:
                 if name in _HINTS:
-                    raise UnknownArgument(f"{function.__name__}() has no argument {name!r}: {_HINTS[name]}")
-                raise _unknown(function.__name__, name, argument_names)
+                    raise UnknownArgument(f"{callee}() has no argument {name!r}: {_HINTS[name]}")
+                raise _unknown(callee, name, argument_names)
         return function(*args, **kwargs)
 
     return call

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation import passes
 from nnxmoe.generation.draft_cost import DraftOption
@@ -85,6 +86,7 @@ class Engine:
 
     _warned = False  # whether NaN or infinite logits have been reported
 
+    @reject_unknown_arguments
     def __init__(
         self,
         model: CausalLM,

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, UInt32
 
+from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.validate import whole_number
 from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, error_summary
@@ -55,6 +56,7 @@ class Checkpoints:
         every: Interval in steps. Without ``force``, `save` writes only steps that are multiples of ``every``.
     """
 
+    @reject_unknown_arguments
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:
         self.folder = absolute_path(folder)
         self.keep, self.every = (whole_number(n, v, 1, 2**31) for n, v in (("keep", keep), ("every", every)))

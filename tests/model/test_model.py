@@ -241,6 +241,8 @@ def test_misspelt_arguments_and_fields_are_answered_with_the_nearest_name() -> N
         (lambda: train.Evaluation([batch], evry=1), "Evaluation.. .*did you mean every"),
         (lambda: train.batches([], None, batchsize=1, seq_len=2), "did you mean batch_size"),
         (lambda: lora.add(model, 2, target="attention"), "did you mean targets"),
+        (lambda: nnxmoe.Engine(model, slot=2), "Engine.. .*did you mean slots"),
+        (lambda: train.Checkpoints("run", kep=2), "Checkpoints.. .*did you mean keep"),
     ]
     for call, message in doors:
         with pytest.raises(TypeError, match=message) as caught:
