@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh
 from nnxmoe.sharding_rules import Rules, shard_count
@@ -130,6 +131,16 @@ def _warn_replicated(count: str, axes: Sequence[str]) -> None:
 def replicate(x: Any, mesh: AnyMesh | None) -> Any:
     """Replicate the arrays of a tree over the mesh so that every process can read them."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def replicated_on(place: Sharding) -> Sharding:
+    """Return the sharding that replicates an array to the devices of ``place``."""
+    if isinstance(place, NamedSharding):
+        return NamedSharding(place.mesh, PartitionSpec())
+    if place.num_devices == 1:
+        return place
+    devices = sorted(place.device_set, key=lambda device: device.id)
+    return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
 
 
 @runtime_checkable

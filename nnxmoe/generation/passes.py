@@ -232,10 +232,15 @@ def _cache_arrays(model: CausalLM, count: int, cache_size: CacheSize) -> list[ja
     They are cached per model structure, because an `Engine` needs several of them, and tracing the caches of 32 layers
     takes as long as the prefill of a short prompt on a GPU.
     """
-    known, key = split_once(model)[0].cache_arrays, (count, cache_size)
+    known, key = split_once(model)[0].program(_known_cache_arrays), (count, cache_size)
     if key not in known:
         known[key] = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *cache_size).layers))
     return known[key]
+
+
+@functools.lru_cache(maxsize=16)
+def _known_cache_arrays(graph: Any, tree: Any) -> dict[tuple[int, CacheSize], list[jax.ShapeDtypeStruct]]:
+    return {}
 
 
 def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *others: Cache) -> Cache:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import Sharding
 from jaxtyping import Array
 
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.linear.xla_cpu import jit_outermost
 from nnxmoe.model.output import ByLayer, Output
 from nnxmoe.model.stateful import is_captured, watch
-from nnxmoe.sharding import is_static
+from nnxmoe.sharding import is_static, replicated_on
 
 
 class ModelInputs(NamedTuple):
@@ -202,19 +203,38 @@ def split_for_program(model: Any, commit: bool = False) -> tuple["Structure", li
     return structure, commit_arrays(leaves) if commit else leaves
 
 
-def commit_arrays(tree: Any) -> Any:
-    """Commit arrays to their devices, without copying them (11 us per array).
+def commit_arrays(tree: Any, place: Sharding | None = None) -> Any:
+    """Commit uncommitted arrays to devices.
 
     JAX compiles a program a second time if an argument was uncommitted in the first call and is committed now (jax
     0.10.2). Arrays of loaded and initialized models are uncommitted. Outputs of training steps are committed.
+
+    Args:
+        tree: Arrays. Committed arrays and other values are returned unchanged.
+        place: Where to put the arrays. Defaults to `replicated_place` of the arrays, or if none is committed, to
+            their current devices, without copying them (11 us per array).
     """
+    place = replicated_place(jax.tree.leaves(tree)) if place is None else place
 
     def commit_array(array: Any) -> Any:
         if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.committed:
             return array
-        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+        if place is None or place.device_set == array.sharding.device_set:
+            return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+        return jax.device_put(array, place)
 
     return jax.tree.map(commit_array, tree)
+
+
+def replicated_place(arrays: Iterable[Any]) -> Sharding | None:
+    """Return a sharding that replicates to the devices of the committed arrays, or None if no array is committed.
+
+    If these arrays are on different devices, the array on most devices decides. Abstract arrays with a sharding count
+    as committed.
+    """
+    concrete = [a for a in arrays if hasattr(a, "sharding") and not isinstance(a, Tracer)]
+    places = [a.sharding for a in concrete if a.sharding is not None and getattr(a, "committed", True)]
+    return replicated_on(max(places, key=lambda place: place.num_devices)) if places else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -274,15 +294,11 @@ class Structure:
     """Structure of a model (graph and parameter tree), with the programs compiled for it.
 
     References to modules are weak, so programs do not keep replaced modules in memory.
-
-    Attributes:
-        cache_arrays: Abstract arrays of the model's empty caches, by number of rows and `CacheSize`.
     """
 
     def __init__(self, model: Any, stripped: Any, graph: Any, state: Any):
         self.graph, self.tree = graph, jax.tree.structure(state)
         self._programs: dict[Any, Any] = {}
-        self.cache_arrays: dict[Any, list[jax.ShapeDtypeStruct]] = {}
         parts = dict(nnx.iter_graph(stripped))
         modules = [part for part in parts.values() if isinstance(part, nnx.Module) and part is not stripped]
         self._modules = [(weakref.ref(model), _fingerprint(model, _NOT_CALLED))]

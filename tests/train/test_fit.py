@@ -819,7 +819,7 @@ def test_models_with_arrays_on_several_devices(eight: Callable[..., Any]) -> Non
 
 
 def on_several_devices() -> None:
-    """Sharded by hand or on another device: `fit` without a mesh trains them where they are, with equal losses."""
+    """Models that are sharded by hand or on another device are trained and sampled there, with equal results."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     spread, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
     batch, pairs = {"tokens": random_tokens(4, 8)}, {"tokens": random_tokens(8, 8).reshape(4, 2, 8)}
@@ -827,14 +827,14 @@ def on_several_devices() -> None:
 
     def model(place: Callable[[Any], Any], adapters: bool = False) -> Any:
         made = build_tiny("llama", PLAIN)
-        if adapters:
-            lora.add(made, 2, rngs=nnx.Rngs(0))
         nnx.update(
             made, jax.tree.map(lambda a: a if (to := place(a)) is None else jax.device_put(a, to), nnx.state(made))
         )
+        if adapters:
+            lora.add(made, 2, rngs=nnx.Rngs(0))
         return made
 
-    def losses(place: Callable[[Any], Any]) -> list[float]:
+    def results(place: Callable[[Any], Any]) -> list[float]:
         options = {"optimizer": optax.adam(1e-2), "steps": 2}
         plain, adapted = model(place), model(place, adapters=True)
         runs = [
@@ -844,16 +844,20 @@ def on_several_devices() -> None:
             fit(plain, train.with_reference([pairs], plain), objective=train.DPO(), **options),
             fit(fit(plain, [batch], **options).model, [batch], **options),
         ]
-        return [metrics["loss"] for done in runs for metrics in done.history]
+        generated = nnxmoe.generate(plain, batch["tokens"], max_new_tokens=3)
+        (completion,) = nnxmoe.complete(adapted, [[1, 2, 3]], max_new_tokens=3, draft=nnxmoe.PromptLookup(2))
+        score = nnxmoe.score(plain, [[1, 2, 3]])[0].total
+        losses = [metrics["loss"] for done in runs for metrics in done.history]
+        return [*losses, *generated.flat, *completion.ids, score]
 
-    usual = losses(lambda a: None)
+    usual = results(lambda a: None)
     for place in (
         lambda a: whole,
         lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else whole,
         lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else None,  # what is nowhere in particular follows
         lambda a: jax.devices()[3],
     ):
-        np.testing.assert_allclose(losses(place), usual, rtol=2e-5)
+        np.testing.assert_allclose(results(place), usual, rtol=2e-5)
     for place, message in (
         (
             lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else jax.devices()[0],

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.program import require_values
+from nnxmoe.model.program import replicated_place, require_values
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of, shared_program
 from nnxmoe.sharding import batch_sharding
@@ -232,35 +232,26 @@ def _copies(arrays: dict[str, Array]) -> dict[str, Array]:
 def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]:
     """Return the sharding of each variable, and the sharding of replicated arrays.
 
-    Without a mesh, arrays stay on their devices. If some arrays are sharded over several devices,
-    uncommitted arrays are replicated to these devices. Raises ValueError if arrays are on different
-    devices, or on a mesh with explicit axes.
+    Without a mesh, committed arrays stay on their devices, and other arrays are replicated to these devices. Raises
+    ValueError if arrays are on different devices, or on a mesh with explicit axes.
     """
     if (mesh := model.strategy.mesh) is not None:
         places = {n: model.strategy.sharding_of(v) or v.get_value().sharding for n, (_, v) in variables.items()}
         return places, NamedSharding(mesh, PartitionSpec())
     values = {name: variable.get_value() for name, (_, variable) in variables.items()}
     places = {name: value.sharding for name, value in values.items()}
-    multi_device = [place for place in places.values() if place is not None and place.num_devices > 1]
-    if not multi_device:
+    replicated = replicated_place(values.values())
+    if replicated is None:
         return places, next(iter(places.values()))
-    if any(AxisType.Explicit in place.mesh.axis_types for place in multi_device if isinstance(place, NamedSharding)):
+    if isinstance(replicated, NamedSharding) and AxisType.Explicit in replicated.mesh.axis_types:
         raise ValueError(
             "the model's arrays are on a mesh with explicit axes: create it with "
             "axis_types=(jax.sharding.AxisType.Auto, …), or pass mesh=, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
         )
-    replicated = _replicated(multi_device[0])
     places = {name: place if getattr(values[name], "committed", True) else replicated for name, place in places.items()}
     if misplaced := [name for name, place in places.items() if place.device_set != replicated.device_set]:
         raise ValueError(
-            f"{misplaced[0]} is on different devices than the model's first sharded array: pass mesh=, such as "
+            f"{misplaced[0]} is on different devices than other arrays of the model: pass mesh=, such as "
             "mesh=nnxmoe.make_mesh(fsdp=-1), or put all arrays on the same devices"
         )
     return places, replicated
-
-
-def _replicated(place: Sharding) -> NamedSharding:
-    if isinstance(place, NamedSharding):
-        return NamedSharding(place.mesh, PartitionSpec())
-    devices = sorted(place.device_set, key=lambda device: device.id)
-    return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
