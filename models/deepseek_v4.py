@@ -16,6 +16,7 @@ from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields
+from nnxmoe.config.validate import as_integer
 from nnxmoe.layers.activations import LimitedSwiGLU
 from nnxmoe.layers.attention.compressed import Compressor
 from nnxmoe.layers.attention.shared_kv import EntryIndexer, SharedKV, SharedKVDims
@@ -106,7 +107,7 @@ class DeepSeekV4Config(DecoderConfig):
     def __post_init__(self) -> None:
         for name in ("layer_types", "mlp_layer_types"):
             if isinstance(value := getattr(self, name), list | tuple):  # may also list the prediction layers
-                object.__setattr__(self, name, tuple(value[: self.num_hidden_layers]))
+                object.__setattr__(self, name, tuple(value[: as_integer(self.num_hidden_layers, 0)]))
         if isinstance(self.compress_rates, Mapping):
             object.__setattr__(self, "compress_rates", FrozenDict(self.compress_rates))
         super().__post_init__()

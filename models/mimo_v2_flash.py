@@ -13,6 +13,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
+from nnxmoe.config.validate import python_values
 from nnxmoe.layers.attention.gqa import GQA, ConstantGate, Sinks
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.family import Family
@@ -71,7 +72,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     bos_token_id: int | None = 1
 
     def __post_init__(self) -> None:
-        if isinstance(size := self.sliding_window_size, int):
+        if isinstance(size := python_values(self.sliding_window_size), int) and not isinstance(size, bool):
             object.__setattr__(self, "sliding_window", size + 1)
             object.__setattr__(self, "sliding_window_size", None)
         if self.routed_scaling_factor is None:

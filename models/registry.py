@@ -246,8 +246,15 @@ def _relative(model_type: Any) -> str:
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
     """Return the preset of this name. Returns None if the preset does not exist or a folder has this name."""
-    is_path = isinstance(name, str | os.PathLike)
-    return PRESETS.get(str(name).lower()) if is_path and not os.path.isdir(name) else None
+    if not isinstance(name, str | os.PathLike) or os.path.isdir(name):
+        return None
+    known = _preset_name(name)
+    return None if known is None else PRESETS[known]
+
+
+def _preset_name(name: str | os.PathLike[str]) -> str | None:
+    """Return the preset that has this name in any case, or None."""
+    return next((known for known in PRESETS if known.lower() == str(name).lower()), None)
 
 
 def near_presets(name: str | os.PathLike[str]) -> str:

@@ -22,7 +22,7 @@ from nnxmoe.config.bounds import (
     number,
     one_of,
 )
-from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.frozen import FrozenDict, thaw
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields
@@ -207,9 +207,7 @@ class DecoderConfig(KnownFields):
             value = getattr(self, field.name)
             if value is None and field.name in ABSENT:
                 continue
-            fields[field.name] = (
-                dict(value) if isinstance(value, FrozenDict) else list(value) if isinstance(value, tuple) else value
-            )
+            fields[field.name] = thaw(value)
         return fields
 
     @property

@@ -1209,6 +1209,20 @@ def test_configs_are_frozen_and_hashable() -> None:
     assert config.rope_scaling is not None and config.rope_scaling["factor"] == 2.0
     with pytest.raises(TypeError):
         config.rope_scaling["factor"] = 3.0  # type: ignore[index]
+    ropes = PRESETS["step-3.5-flash"].rope_parameters
+    with pytest.raises(TypeError):
+        ropes["full_attention"]["rope_theta"] = 1  # type: ignore[index]
+    PRESETS["step-3.5-flash"].to_hf()["rope_parameters"]["full_attention"]["rope_theta"] = 1
+    assert ropes is not None and ropes["full_attention"]["rope_theta"] != 1, "to_hf returns a copy"
+
+
+def test_window_size_of_mimo_is_an_integer_of_any_library() -> None:
+    for size in (63, np.int64(63), np.int16(63)):
+        assert (
+            dataclasses.replace(config_from_hf(BY_TYPE["mimo_v2_flash"]), sliding_window_size=size).sliding_window == 64
+        )
+    with pytest.raises(ConfigError, match="sliding_window_size"):
+        dataclasses.replace(config_from_hf(BY_TYPE["mimo_v2_flash"]), sliding_window_size=True)
 
 
 def test_equal_configs_have_equal_hashes() -> None:
@@ -1422,6 +1436,7 @@ def test_odd_values_of_every_field_are_valid_or_raise_config_errors(kind: str) -
     names = config_class._field_names()
     names |= config_class._inherited("fixed").keys() | config_class._inherited("aliases").keys()
     config = config_from_hf(fields)
+    fields = config.to_hf() | fields  # with layer types, even if they are the default
     for name in sorted(names | {"architectures", "auto_map", "quantization_config", "text_config"}):
         for value in ODD:
             changed = copy.deepcopy(fields | {name: value})
