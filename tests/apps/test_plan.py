@@ -38,6 +38,7 @@ from nnxmoe.apps.planning.traffic import traffic
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.mesh import abstract_mesh, make_mesh
+from nnxmoe.model.remat import Remat
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.runtime.hardware import TABLE
@@ -442,13 +443,32 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         ),
         (
             lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, strategy=nnxmoe.Strategy(), microbatches=2),
-            "set rules, microbatches, remat, buffer_factor and chunks in the strategy, or omit the strategy",
+            "set rules, microbatches, remat, offload, buffer_factor and chunks in the strategy, or omit the strategy",
+        ),
+        (
+            lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, strategy=nnxmoe.Strategy(remat=Remat(save=["up"]))),
+            "Remat.*save=.'up',.* cannot be planned: use None",
+        ),
+        (
+            lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, reduce_dtype=True),
+            r"plan\(reduce_dtype=True\): pass",
         ),
     ],
 )
 def test_errors_name_the_remedy(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_remat_of_the_strategy_is_planned() -> None:
+    """Offloaded inputs and stored activations change the planned bytes as the options of `plan` do."""
+    layer_input = Remat(offload=("layer_input",))
+    options: dict[str, Any] = {"batch": 8, "seq": 4096}
+    for remat, choice in ((None, {"remat": False}), (Remat(), {}), (layer_input, {"offload": True})):
+        made = nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, strategy=nnxmoe.Strategy(remat=remat), **options)
+        assert made.work.offload == ("offload" in choice)
+        expected = nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, rules=made.work.rules, **options, **choice)
+        assert made.bytes == expected.bytes, remat
 
 
 def test_a_hub_id_needs_its_config_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, floating_dtype, set_positive
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
+from nnxmoe.model.remat import Remat
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
@@ -156,10 +157,14 @@ class Work:
     def of(self, strategy: Strategy) -> "Work":
         """Return a copy with the options of a strategy. Raises ValueError if any of them is already set."""
         has_options = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
-        if has_options or self.rules is not RULES or not self.remat:
+        if has_options or self.rules is not RULES or not self.remat or self.offload:
             raise ValueError(
-                "set rules, microbatches, remat, buffer_factor and chunks in the strategy, or omit the strategy"
+                "set rules, microbatches, remat, offload, buffer_factor and chunks in the strategy, or "
+                "omit the strategy"
             )
+        remat = strategy.remat or Remat()
+        if remat not in (Remat(), Remat(offload=("layer_input",))):
+            raise ValueError(f'{remat} cannot be planned: use None, Remat() or Remat(offload=("layer_input",))')
         exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
         exchange, chunks = (
             (exchange.exchange, exchange.chunks) if isinstance(exchange, ChunkedExchange) else (exchange, 1)
@@ -169,6 +174,7 @@ class Work:
             rules=strategy.rules,
             reduce_dtype=strategy.reduce_dtype,
             remat=strategy.remat is not None,
+            offload=bool(remat.offload),
             buffer_factor=exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None,
             chunks=chunks,
             microbatches=None if strategy.pipeline is None else strategy.pipeline.microbatches,
