@@ -15,6 +15,7 @@ from nnxmoe.model.stack import ScannedStack, Unrolled
 from nnxmoe.model.strategy import Strategy, attention_fn_for_mesh, check_context
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
+from nnxmoe.sharding import MeshAware
 from nnxmoe.sharding_rules import Rules, check_mesh
 
 
@@ -52,8 +53,11 @@ def _bind(model: CausalLM, strategy: Strategy) -> CausalLM:
             node.mesh = strategy.mesh
         if isinstance(node, Embed | Experts):
             node.rules = strategy.rules
-        if isinstance(node, nnx.Module) and (attention_fn := getattr(node, "attention_fn", None)) is not None:
-            setattr(node, "attention_fn", attention_fn_for_mesh(attention_fn, strategy.mesh, strategy.rules))  # noqa: B010
+        for name, part in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
+            if name == "attention_fn" and part is not None:
+                setattr(node, name, attention_fn_for_mesh(part, strategy.mesh, strategy.rules))
+            elif isinstance(part, MeshAware):
+                setattr(node, name, part.with_mesh(strategy.mesh, strategy.rules))
     return model
 
 

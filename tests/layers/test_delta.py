@@ -16,6 +16,7 @@ import nnxmoe
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import RequestOptions
+from nnxmoe.layers.attention.fused_attention import ShardMapKernel
 from nnxmoe.layers.attention.gqa import GQA, QueryGate
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.cache import Cache, RecurrentState
@@ -36,6 +37,7 @@ from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiPro
 from nnxmoe.layers.recurrent.mamba2 import GroupedGatedNorm, Mamba2
 from nnxmoe.layers.recurrent.ngram import NGramBranch
 from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDeltaRule
+from nnxmoe.model.copies import on_mesh
 from nnxmoe.moe import tokamax
 from nnxmoe.moe.experts import UngatedExperts
 from tests.support.arrays import max_error
@@ -556,6 +558,20 @@ def on_a_mesh() -> float:
     model = build(case.fields, case.weights, strategy)
     tokens = np.concatenate([case.arrays["tokens"]] * 2)
     return max_error(model(tokens).logits, np.concatenate([case.arrays["logits"]] * 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundRule(ShardMapKernel):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_recurrence_is_bound_to_the_mesh_of_a_moved_model() -> None:
+    case, mesh = load("qwen3_next"), nnxmoe.make_mesh(devices=jax.devices()[:1])
+    moved = on_mesh(build(case.fields, case.weights, nnxmoe.Strategy(recurrence=BoundRule())), mesh)
+    layers = [part for _, part in nnx.iter_graph(moved) if isinstance(part, GatedDeltaNet)]
+    assert layers and all(part.recurrence.mesh == part.mesh == mesh for part in layers)  # pyright: ignore
+    assert moved.strategy.recurrence.mesh == mesh  # pyright: ignore
 
 
 @needs_delta
