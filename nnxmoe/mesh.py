@@ -42,6 +42,8 @@ def make_mesh(
     """
     sizes: dict[str, int] = dict(zip(MESH_AXES, (pipe, data, fsdp, context, expert, tensor), strict=True))
     device_array = np.asarray(jax.devices() if devices is None else devices, dtype=object)
+    if not device_array.size:
+        raise ValueError("devices is empty: pass at least one device, such as jax.devices()[:1]")
     for device in device_array.flat:
         if not hasattr(device, "platform"):
             raise ValueError(f"devices contains {short(device)}: pass JAX devices, such as jax.devices()[:4]")
@@ -57,7 +59,7 @@ def make_mesh(
         raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed_size} devices, but there are {device_array.size}")
     if open_axes:
         sizes[open_axes[0]] = device_array.size // fixed_size
-    if across is not None and across not in sizes:
+    if across is not None and across not in MESH_AXES:
         raise ValueError(f"across={across!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
     is_torus = device_array.flat[0].platform == "tpu" and device_array.size > 1
     layout = _torus_layout(device_array, sizes, across) if is_torus else _flat_layout(device_array, sizes, across)

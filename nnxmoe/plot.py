@@ -109,7 +109,7 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
     Args:
         pieces: Text of each token, for the whole row or only for its first tokens.
         routing: ``{layer: Routing [B, T, …]}``, or a single Routing. For a single Routing, the rows
-            of the plot are the experts of each token, highest score first.
+            of the plot are the experts of each token in the order of selection.
         row: Batch index.
     """
     if isinstance(routing, Routing):

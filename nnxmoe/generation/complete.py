@@ -49,7 +49,8 @@ class Completion:
         logprobs: log-probability of each new id. See `Request`.
         top: most likely ids per position. See `Request`.
         accepted: ``accepted[n]`` is the number of steps that accepted n draft tokens.
-        routing: experts of the prompt and of ``ids`` except the last. None unless requested, and for dense models.
+        routing: experts of the prompt and of ``ids`` except the last. None unless requested, and for dense models
+            or without new ids.
             See `Request`.
     """
 
@@ -109,12 +110,12 @@ def complete(
     """Continue prompts and yield ``n`` samples per prompt, in the order of the prompts.
 
     Args:
-        prompts: texts, chats (see `Tokenizer.apply_chat_template`) or token ids. An iterator is
-            consumed before generation starts. Prefixes that prompts or samples share are computed once.
+        prompts: texts, chats (see `Tokenizer.apply_chat_template`) or token ids. An iterator is consumed before
+            generation starts. At least 64 first ids of all prompts, and prompts of several samples, are prefilled once.
         tokenizer: a `Tokenizer`. Defaults to the tokenizer of the checkpoint, if it has one.
         sampling: sampling options. If None, decoding is greedy.
         stop: stop strings. The text is truncated before the first stop string.
-        seed: one seed, or one seed per prompt. A sample depends only on its prompt, seed and index.
+        seed: one seed, or one seed per prompt. A sample depends only on its prompt, seed and index, as in `Engine`.
         slots: maximum number of rows that are decoded together.
         options: see `CompleteOptions`.
 

@@ -68,7 +68,7 @@ class Engine:
         limits: maximum sizes of request options. Defaults to `EngineLimits()`.
         logits_processor: JAX function ``(logits [B, V], History) -> logits``, applied in every step
             after biases and before sampling.
-        draft: proposes ids to verify. Changes only the speed. ``"auto"`` uses the model's multi-token
+        draft: proposes ids to verify. Changes only the speed, up to rounding. ``"auto"`` uses the model's multi-token
             prediction layers if it has them, else prompt lookup.
         ahead: number of steps that the device may run ahead of the results that this process has read.
         prefix_bytes: memory for the caches of prefixes, in bytes. Prompts that start with a cached prefix
@@ -256,9 +256,16 @@ class Engine:
             self.step()
 
     def warm_up(self) -> None:
-        """Compile all programs for requests without a prefix, so that no request waits for compilation."""
-        options = RequestOptions(max_new_tokens=2, stop_ids=None)
+        """Compile the programs for requests without a prefix and without a constraint, so that they need not wait."""
         prefix_cache, self._prefiller.prefix_cache = self.prefix_cache, PrefixCache(0)
+        try:
+            self._run_sizes()
+        finally:
+            self._prefiller.prefix_cache = prefix_cache
+
+    def _run_sizes(self) -> None:
+        """Run requests of all sizes for which programs are compiled."""
+        options = RequestOptions(max_new_tokens=2, stop_ids=None)
         longest = min(self.capacity, self.model.config.max_position_embeddings) - options.max_new_tokens
         for length in (1, SMALL + 1, MAX_SMALL * SMALL + 1, LARGE + 1):
             if length > longest:
@@ -271,7 +278,6 @@ class Engine:
                 for _ in range(count):
                     self.submit([0] * length, options)
                 self.run()
-        self._prefiller.prefix_cache = prefix_cache
 
     def cancel(self, request: Request) -> None:
         """End a request and free its slot. No-op if the request has already ended."""

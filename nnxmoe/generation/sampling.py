@@ -124,7 +124,7 @@ class Sampling(KnownFields):
                 top_k = max(whole_number("top_k", fields.get("top_k", _TOP_K), -(2**63)), 0)
                 options = {"temperature": 1.0, "top_k": top_k, **options}
             minimums = {name: fields[name] for name in ("min_new_tokens", "min_length") if name in fields}
-            if "min_new_tokens" in minimums:  # min_new_tokens takes precedence in transformers
+            if model.generation_config.get("min_new_tokens") is not None:  # takes precedence in transformers, even if 0
                 minimums.pop("min_length", None)
             penalty = fields.get("repetition_penalty", 1)
             sampling_options: dict[str, Any] = {

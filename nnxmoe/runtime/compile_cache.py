@@ -8,7 +8,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import path_text
+from nnxmoe.config.validate import as_integer, path_text
 from nnxmoe.runtime.progress import say
 
 VARIABLE = "NNXMOE_COMPILE_CACHE"
@@ -42,7 +42,7 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
     """
     if folder is not None:
         path_text(folder)
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+    if (limit := as_integer(max_bytes, 1, 2**63)) is None:
         raise ValueError(f"compile_cache(max_bytes={short(max_bytes)}): pass a positive number of bytes")
     if (configured := getattr(jax.config, "jax_compilation_cache_dir", None)) is not None:
         return Path(configured)
@@ -68,7 +68,7 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         say("caching compiled programs in %s (set %s=off to disable the cache)", path, VARIABLE)
     for name, value in {
         "jax_compilation_cache_dir": str(path),
-        "jax_compilation_cache_max_size": max_bytes,
+        "jax_compilation_cache_max_size": limit,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }.items():

@@ -75,7 +75,7 @@ def assert_module_parity(
         nnx_call, linen_call: ``(module, *inputs) -> output to compare``. Defaults to calling the module.
 
     Raises:
-        AssertionError: The modules differ. The message lists all differences of the trees, or the first
+        AssertionError: The modules differ. The message lists up to 40 differences of the trees, or the first
             submodule that differs. It may also name two swapped Linen parameters, or the step of an MoE
             block that differs.
         ValueError: The modules cannot be compared, or cannot be called with these inputs.

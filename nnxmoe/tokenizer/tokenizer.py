@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from nnxmoe.config.printable import short
 from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer import byte_level
 from nnxmoe.tokenizer.added_tokens import add_declared_tokens, read_special_tokens
@@ -255,9 +256,12 @@ class Tokenizer:
         """
         for name in ("tools", "documents"):
             value = variables.setdefault(name, None)
-            if value is not None and not all(isinstance(item, Mapping) for item in value):
+            items = list(value) if isinstance(value, Iterable) else [value]
+            if value is not None and not all(isinstance(item, Mapping) for item in items):
                 raise TokenizerError(f"{name} is {value!r:.100}: it must be a list of dicts (tools are JSON schemas)")
-            variables[name] = value if value is None else list(value)
+            variables[name] = None if value is None else items
+        if not isinstance(chat_template, str | None):
+            raise TokenizerError(f"chat_template={short(chat_template)}: pass a template, or the name of one")
         try:
             template = self._template(chat_template, variables["tools"] is not None)
             self._warn_of_unread(template_variables(template), variables)

@@ -46,9 +46,9 @@ _OURS = re.compile(r"step_[0-9]+(\.orbax-checkpoint-tmp.*)?|\..*")
 class Checkpoints:
     """Context manager that saves and restores the checkpoints of a training run in a folder.
 
-    The first `save` locks the folder against other processes until `close`. Reading needs no lock. In a
-    multi-process run, every process must make the same calls, on a shared file system. Errors are
-    CheckpointErrors, a subclass of ValueError.
+    The first `save` locks the folder against other processes until `close`. Use one object per folder in a
+    process. Reading needs no lock. In a multi-process run, every process must make the same calls, on a shared file
+    system. Errors are CheckpointErrors, a subclass of ValueError.
 
     Args:
         folder: A new or empty folder, or a folder of earlier checkpoints.
@@ -131,7 +131,7 @@ class Checkpoints:
 
         ``like`` is a nested dict of jax.ShapeDtypeStruct or arrays with the saved structure. Its shardings
         may be on any mesh. An array without a sharding is placed on the first device. Raises a
-        CheckpointError that lists every missing or unexpected array and every wrong shape or dtype.
+        CheckpointError that lists missing and unexpected arrays, wrong shapes and wrong dtypes, up to 40.
         """
         folder = self.folder / f"step_{step}"
         remedy = f"move {folder} away to resume from an earlier step"

@@ -149,6 +149,8 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
         "method=5 is not a quantization method": lambda: nnxmoe.quantize(model, 5),
         "method=None is not a quantization method": lambda: nnxmoe.quantize(model, None),
         r"compile_cache\(max_bytes='1'\): pass a positive": lambda: nnxmoe.compile_cache(max_bytes="1"),
+        "devices is empty: pass at least one device": lambda: nnxmoe.make_mesh(-1, devices=[]),
+        r"across=\['data'\] is not a mesh axis": lambda: nnxmoe.make_mesh(across=["data"]),
         r"merge\(keep=5\): pass True or False": lambda: lora.merge(model, keep=5),
     }.items():
         with pytest.raises(ValueError, match=message):

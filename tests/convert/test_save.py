@@ -271,6 +271,16 @@ def test_mount_point_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.Monk
         nnxmoe.save_pretrained(model_of(1), empty, "2KB")
     assert os.listdir(empty) == []
 
+    def interrupt(old: Any, new: Any) -> None:
+        rename(old, new)
+        if "00003" in str(new):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        nnxmoe.save_pretrained(model_of(1), empty, "2KB")
+    assert not [name for name in os.listdir(empty) if "00003" not in name]
+
 
 def test_old_checkpoint_returns_if_the_new_one_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

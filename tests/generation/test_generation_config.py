@@ -97,6 +97,7 @@ def test_sampling_of_a_checkpoint(model: nnxmoe.CausalLM, caplog: pytest.LogCapt
         ({"do_sample": True, "temperature": None, "top_k": 0, "top_p": 0.8}, nnxmoe.Sampling(1.0, 0, 0.8)),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20, "min_p": 0.1}, nnxmoe.Sampling(0.6, 20, 1.0, 0.1)),
         ({"min_length": 5, "min_new_tokens": 3}, nnxmoe.Sampling(temperature=0.0, min_new_tokens=3)),
+        ({"min_length": 5, "min_new_tokens": 0}, nnxmoe.Sampling(temperature=0.0)),
         ({"bad_words_ids": [], "suppress_tokens": None, "num_beams": 1}, nnxmoe.Sampling(temperature=0.0)),
     ):
         model.generation_config = fields

@@ -41,4 +41,4 @@ class Toy(CausalLM):
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
 
 
-TOY = Family(model=Toy, hf=HF_DECODER, presets={"toy-8b": ToyConfig()})
+TOY = Family(model=Toy, hf=HF_DECODER, presets={"Toy-8B": ToyConfig()})

@@ -843,9 +843,13 @@ def test_messages_of_any_type_reach_the_template_as_plain_values() -> None:
 
 
 @pytest.mark.wrong_types
+@pytest.mark.wrong_types
 def test_tools_are_schemas() -> None:
-    with pytest.raises(TokenizerError, match="tools is"):
-        made_with(EVERY_FIELD).apply_chat_template(HI, tools=[len])
+    for tools in ([len], 5):
+        with pytest.raises(TokenizerError, match="tools is"):
+            made_with(EVERY_FIELD).apply_chat_template(HI, tools=tools)  # pyright: ignore
+    with pytest.raises(TokenizerError, match="chat_template=5: pass a template"):
+        made_with(EVERY_FIELD).apply_chat_template(HI, chat_template=5)  # pyright: ignore
 
 
 @pytest.mark.oracle

@@ -299,8 +299,8 @@ def test_unusable_objectives_and_optimizers() -> None:
 
 @pytest.mark.slow
 def test_an_objective_may_return_metrics() -> None:
-    """Beside the loss; with accumulation their means."""
-    batch = {"tokens": random_tokens(4, 6), "weight": np.arange(4.0)}
+    """With accumulation, returns their means. The objective decides what the fields of a batch mean."""
+    batch = {"tokens": random_tokens(4, 6), "weight": np.arange(4.0), "targets": np.full((4, 6), -100)}
 
     def weighted(model: nnxmoe.CausalLM, batch: Any) -> Any:
         each = model(batch["tokens"]).logits[..., 0].mean(axis=1)

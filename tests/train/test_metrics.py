@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import sys
 import time
 import warnings
@@ -63,6 +64,14 @@ def test_truncated_last_line_is_dropped(kind: Any, tmp_path: Path) -> None:
     for step in (13, 14, 1, 2):
         log(progress(step))
         assert [int(row["step"]) for row in log.read()] == {13: [1, 2, 13], 14: [1, 2, 13, 14]}.get(step, [1, 2][:step])
+
+
+@pytest.mark.wrong_types
+def test_json_log_has_null_for_nan(tmp_path: Path) -> None:
+    log = train.JsonLog(tmp_path / "metrics")
+    log(progress(1, reward=math.nan, kl=math.inf))
+    (row,) = [json.loads(line, parse_constant=pytest.fail) for line in log.path.read_text().splitlines()]
+    assert (row["loss"], row["reward"], row["kl"]) == (1.0, None, None)
 
 
 def test_csv_log_rejects_new_columns(tmp_path: Path) -> None:

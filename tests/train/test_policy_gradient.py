@@ -506,6 +506,7 @@ BATCHES: dict[str, tuple[train.GRPO, dict[str, Any], str]] = {
     "targets": (train.GRPO(len), {"targets": np.zeros((3, 22), np.int32)}, "targets in a batch for GRPO: remove them"),
     "unknown": (train.GRPO(len), {"logps": np.zeros((3, 22))}, "unknown field 'logps'"),
     "numbers": (train.GRPO(len), {"segment_ids": np.full((3, 22), 40, np.int32)}, "segment_ids contains 40: number"),
+    "numbers in JAX": (train.GRPO(len), {"segment_ids": jnp.full((3, 22), 40)}, "segment_ids contains 40: number"),
 }
 
 

@@ -125,10 +125,10 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=_draft,
         metavar="SOURCE",
-        help="speculative decoding: verify drafted tokens in each step, without changing the text. prompt[:K] drafts "
-        "the K tokens after an earlier occurrence of the newest tokens (default 7). mtp[:K] drafts K tokens with the "
-        "model's prediction layer (default 1). auto uses mtp if the model has the layer, else prompt, and raises an "
-        "error if no speed-up is expected",
+        help="speculative decoding: verify drafted tokens in each step, without changing the text (up to rounding). "
+        "prompt[:K] drafts the K tokens after an earlier occurrence of the newest tokens (default 7). mtp[:K] drafts K "
+        "tokens with the model's prediction layer (default 1). auto uses mtp if the model has the layer, else "
+        "prompt, and raises an error if no speed-up is expected",
     )
 
 

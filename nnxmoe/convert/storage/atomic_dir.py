@@ -247,7 +247,7 @@ def _move_in(stage: Path, target: Path) -> None:
         for name in names:
             os.rename(stage / name, target / name)
             moved_paths.append(target / name)
-    except OSError:
+    except BaseException:
         for path in moved_paths:
             path.unlink(missing_ok=True)
         raise

@@ -19,7 +19,7 @@ import numpy as np
 
 from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import as_integer
+from nnxmoe.config.validate import as_integer, as_python
 from nnxmoe.tokenizer.tokenizer import Tokenizer
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
@@ -120,6 +120,10 @@ class Batches(Iterator[Batch]):
             raise ValueError(
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"
             )
+        shuffle, pack = as_python(shuffle), as_python(pack)
+        for name, value in (("shuffle", shuffle), ("pack", pack)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={short(value)}: use True or False")
         self.documents, self.batch_size, self.seq_len = documents, batch_size, seq_len
         self.seed, self.shuffle, self.epochs, self.share = seed, shuffle, epochs, share
         self.pack = pack and documents.may_share_rows

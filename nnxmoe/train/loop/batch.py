@@ -1,7 +1,7 @@
 """Batches of tokens: fields, validation, targets and loss weights."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -98,9 +98,9 @@ def rows_of(batch: Batch) -> int:
     return np.shape(next(iter(batch.values())))[0]
 
 
-def check_ids(batch: Batch, vocab: int) -> None:
-    """Raise ValueError if an id is outside the vocabulary. The arrays must be concrete."""
-    for name in ("tokens", "targets"):
+def check_ids(batch: Batch, names: Iterable[str], vocab: int) -> None:
+    """Raise ValueError if an id in the named fields is outside the vocabulary. The arrays must be concrete."""
+    for name in names:
         ids = np.asarray(batch.get(name, 0))
         for value in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
             if not 0 <= value < vocab:

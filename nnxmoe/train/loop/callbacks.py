@@ -105,7 +105,8 @@ class JsonLog(_Log):
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            file.write(json.dumps(finite) + "\n")  # JSON has no NaN
 
 
 class CsvLog(_Log):

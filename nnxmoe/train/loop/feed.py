@@ -20,6 +20,7 @@ from nnxmoe.sharding import batch_axes, batch_sharding
 from nnxmoe.sharding_rules import shard_count
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
+from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.step import Step
 
 _BYTES = "base64"  # key of a data state in bytes, such as from grain's DataLoader
@@ -117,7 +118,7 @@ def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict
     """
     batch = as_arrays(batch)
     step.objective.check(batch)
-    check_ids(batch, step.vocab)
+    check_ids(batch, ("tokens", "targets") if isinstance(step.objective, Objective) else ("tokens",), step.vocab)
     if limit is not None and "tokens" in batch:
         rows, *length = np.shape(batch["tokens"])
         limit.refuse((rows * jax.process_count(), *length))

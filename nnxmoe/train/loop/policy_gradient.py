@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from nnxmoe.config.validate import real_number, set_numbers
@@ -157,7 +158,7 @@ class GRPO(RolloutOptions, RouterLosses):
                 f"reference_model=… for a different model, or add {REFERENCE} to the batches"
             )
         segments = batch.get("segment_ids")
-        if isinstance(segments, np.ndarray) and np.max(segments) > shape[1]:
+        if segments is not None and not isinstance(segments, Tracer) and np.max(segments) > shape[1]:
             raise ValueError(f"segment_ids contains {np.max(segments)}: number the samples of each row from 1")
 
     def count(self, batch: Batch) -> Counts:

@@ -202,7 +202,7 @@ class _Referenced(Iterator[Batch]):
     def __next__(self) -> Batch:
         batch = as_arrays(next(self._batches))
         check_pairs(batch)
-        check_ids(batch, self._model.config.vocab_size)
+        check_ids(batch, ("tokens", "targets"), self._model.config.vocab_size)
         logps = model_program(self._model, _reference)(put_rows(batch, self._model.mesh))
         return batch | {REFERENCE: rows_of_process(logps, len(batch["tokens"]))}
 
