@@ -403,6 +403,15 @@ def test_every_tokenizer_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
             assert tokenizer.encode(text) == ids, (name, text)
 
 
+def test_infill_tokens_are_matched_whatever_their_type(tmp_path: Path) -> None:
+    spm = llama_cpp.sentencepiece()
+    names = {"1": "<PRE>", "o": "<SUF>"}
+    tokens = {"tokenizer.ggml.tokens": [names.get(token, token) for token in spm["tokenizer.ggml.tokens"]]}
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(llama_cpp.write(tmp_path / "infill.gguf", spm | tokens))
+    # computed by llama.cpp
+    assert tokenizer.encode("<PRE> abc<SUF>ab <PRE>") == [1, 287, 259, 280, 267, 277, 259, 287]
+
+
 def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
     """The format's default ids, and the texts of tokens that end an answer."""
     spm, bpe = llama_cpp.sentencepiece(), llama_cpp.byte_level()
@@ -715,6 +724,7 @@ _YARN: dict[str, Any] = {f"{_SCALING}type": "yarn", f"{_SCALING}factor": 4.0, f"
         (_YARN, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
         (_YARN | {f"{_SCALING}finetuned": True, f"{_SCALING}yarn_ext_factor": 1.0}, {"rope_type": "yarn"}),
         (_YARN | {f"{_SCALING}attn_factor": 1.5}, {"attention_factor": 1.5 * (1 + 0.1 * math.log(4))}),
+        (_YARN | {f"{_SCALING}factor": 1.0, f"{_SCALING}attn_factor": 1.5}, {"attention_factor": 1.5}),
         (_YARN | {f"{_SCALING}attn_factor": 1.5, f"{_SCALING}yarn_ext_factor": 0.5}, "yarn_ext_factor 0.5"),
         (_YARN | {f"{_SCALING}yarn_attn_factor": 1.5}, "yarn_attn_factor 1.5"),
         (_YARN | {f"{_SCALING}yarn_log_multiplier": 0.1}, "yarn_log_multiplier 0.1"),
@@ -746,6 +756,7 @@ def test_rope_scaling_in_every_spelling(
     ("kind", "absent", "expected"),
     [
         ("gpt_oss", "rope.freq_base", {"rope_theta": 10_000.0}),
+        ("gpt_oss", "rope.scaling.factor", {"rope_scaling": {"rope_type": "default"}}),
         ("mixtral", "attention.head_count_kv", {"num_key_value_heads": 4}),
         ("qwen3_moe", "attention.head_count_kv", {"num_key_value_heads": 4}),
         ("qwen3_moe", "expert_weights_norm", {"norm_topk_prob": True}),
@@ -795,6 +806,10 @@ def test_absent_keys_have_the_values_of_llama_cpp(
         ("gpt_oss", {"attention.sliding_window_pattern": 3}, True),
         ("llama", {"swiglu_clamp_exp": [0.0, 7.0]}, True),
         ("llama", {"moe_every_n_layers": 2}, True),
+        ("deepseek_v3", {f"{_SCALING}type": "linear", f"{_SCALING}factor": 4.0}, True),
+        ("deepseek_v3", _YARN, True),
+        ("deepseek_v3", {f"{_SCALING}attn_factor": 1.3, **_YARN, f"{_SCALING}yarn_log_multiplier": 0.1}, True),
+        ("deepseek_v3", _YARN | {f"{_SCALING}yarn_log_multiplier": 0.1}, False),
     ],
 )
 def test_keys_with_an_effect_are_never_without_effect(

@@ -36,25 +36,33 @@ def rope_fields(model: GGUF, name: str, metadata: Mapping[str, Any], theta: floa
     factor = scaling.get("factor", shortest(metadata.get("rope.scale_linear", 0.0))) or 1.0
     factors = model.tensors.get("rope_freqs.weight")
 
+    supported = "yarn with yarn_log_multiplier is" if name == "deepseek2" else "linear and yarn are"
+
     def refuse(key: str, value: Any, context: str = "") -> None:
-        raise model.error(
-            f"{name}.rope.scaling.{key} {short(value)}{context} is not supported; linear and yarn are supported"
-        )
+        raise model.error(f"{name}.rope.scaling.{key} {short(value)}{context} is not supported; {supported} supported")
 
     if scaling_type not in ("none", "linear", "yarn"):
         refuse("type", scaling_type)
     if not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise model.error(f"{name}.rope.scaling.factor must be a positive number, got {short(factor)}")
     _refuse_unused(scaling_type, scaling, refuse)
-    if factors is not None:
-        if scaling_type == "yarn" or (scaling_type == "linear" and factor != 1):
+    is_scaled = scaling_type != "none" and factor != 1
+    if name == "deepseek2":  # llama.cpp multiplies its attention scores by factors that config.json cannot express
+        if is_scaled and (scaling_type == "linear" or not scaling.get("yarn_log_multiplier")):
+            refuse("type", scaling_type, " without yarn_log_multiplier")
+        if scaling.get("attn_factor", 1) != 1:
+            refuse("attn_factor", scaling["attn_factor"])
+    # The family's config defaults to YaRN, the file to no scaling.
+    rope_scaling = {"rope_type": "default"} if name == "gpt-oss" else {}
+    if factors is not None and (llama3 := _llama3(model, factors, theta)):
+        if is_scaled:
             refuse("type", scaling_type, " with rope_freqs.weight")
-        return _llama3(model, factors, theta)
-    if scaling_type == "none" or factor == 1:
-        return {}
-    if scaling_type == "linear":
-        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
-    return {"rope_scaling": _yarn(name, factor, scaling, refuse)}
+        rope_scaling = llama3
+    elif scaling_type == "yarn" and (is_scaled or scaling.get("attn_factor", 1) != 1):
+        rope_scaling = _yarn(name, factor, scaling, refuse)
+    elif is_scaled:
+        rope_scaling = {"rope_type": "linear", "factor": factor}
+    return {"rope_scaling": rope_scaling} if rope_scaling else {}
 
 
 def _refuse_unused(scaling_type: str, scaling: Mapping[str, Any], refuse: Any) -> None:
@@ -113,7 +121,5 @@ def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
             f"rope_freqs.weight has factors that differ from Llama 3's, which is not supported: "
             f"{short(factors.tolist())}"
         )
-    rope_scaling = {"factor": max_factor, "low_freq_factor": low_factor, "high_freq_factor": high_factor}
-    return {
-        "rope_scaling": {"rope_type": "llama3", **rope_scaling, "original_max_position_embeddings": original_length}
-    }
+    fields = {"factor": max_factor, "low_freq_factor": low_factor, "high_freq_factor": high_factor}
+    return {"rope_type": "llama3", **fields, "original_max_position_embeddings": original_length}

@@ -92,6 +92,15 @@ _ENDS = {
         "[e~[",
     ),
 }
+# Tokens for code infilling, which llama.cpp also treats as control tokens whatever their type.
+_INFILL = {
+    *("<PRE>", "<SUF>", "<MID>", "▁<PRE>", "▁<SUF>", "▁<MID>", "<PAD>", "[PAD]", "<REPO>", "<reponame>"),
+    *("<|repo_name|>", "<|file_sep|>", "<|fim_repo|>", "<fim-repo>"),
+    *(f"<|{kind}{part}|>" for kind in ("", "code_", "fim_") for part in ("prefix", "suffix", "middle")),
+    *(f"<fim{sign}{part}>" for sign in "-_" for part in ("prefix", "suffix", "middle", "pad")),
+    *("<{0}fim▁{1}{0}>".format("\N{FULLWIDTH VERTICAL LINE}", part) for part in ("begin", "hole", "end")),
+    "<|fim_pad|>",
+}
 
 
 def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
@@ -180,11 +189,11 @@ def _added(model: GGUF, tokens: tuple[str, ...], token_types: tuple[int, ...]) -
     return [
         {
             **flags,
-            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS},
+            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS | _INFILL},
             "rstrip": phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
         }
         for number, (text, token_type) in enumerate(zip(tokens, types, strict=True))
-        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or (number in ends and text in _ENDS))
+        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or text in _INFILL or (number in ends and text in _ENDS))
     ]
 
 
