@@ -88,11 +88,16 @@ def reject_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class KnownFields:
-    """Base class of dataclasses that reject unknown fields and suggest the most similar field."""
+    """Base class of dataclasses that reject unknown fields and suggest the most similar field.
+
+    Errors name ``callee``, by default the class.
+    """
+
+    callee = ""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         field_names = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]
         for name in fields:
             if name not in field_names:
-                raise _unknown(cls.__name__, name, field_names)
+                raise _unknown(cls.callee or cls.__name__, name, field_names)
         return super().__new__(cls)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nnxmoe.config.validate import as_python
 from nnxmoe.generation.request import Finish
 from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
 
@@ -90,7 +91,7 @@ def check_stop_strings(
     Raises:
         ValueError: if a stop string is empty or not a str, or if there is no tokenizer.
     """
-    if stop is None:
+    if (stop := as_python(stop)) is None:
         return (), ()
     strings = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping) else (stop,)
     if not strings:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.recurrent.delta import GatedDeltaNet
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.program import require_values
 from nnxmoe.model.stack import ScannedStack, Unrolled
@@ -70,6 +70,7 @@ def unscan(model: CausalLM) -> CausalLM:
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """
+    check_model(model)
     if not any(isinstance(stack, ScannedStack) for stack in model.stacks):
         return model
     graph, state = nnx.split(model)

@@ -1,7 +1,7 @@
 """Rematerialization: which activations of a layer are saved for the backward pass and which are recomputed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class Remat:
     def __post_init__(self) -> None:
         for option in ("save", "offload"):
             names = getattr(self, option)
-            if isinstance(names, str) or not all(name in NAMES for name in names):
+            if isinstance(names, str) or not isinstance(names, Sequence) or not all(name in NAMES for name in names):
                 raise ValueError(f"Remat({option}={names!r}): use a tuple of names from {', '.join(NAMES)}")
             object.__setattr__(self, option, tuple(names))
         if duplicates := set(self.save) & set(self.offload):

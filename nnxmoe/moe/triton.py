@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.code_format import INT4_ZERO, CodeFormat
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, as_kernel
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
@@ -92,6 +93,9 @@ class TritonProduct:
     fallback: QuantizedProduct = CastProduct()
     max_rows: int = 16
     interpret: bool = False
+
+    def __post_init__(self) -> None:
+        set_positive(self, "max_rows")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
         return self if mesh is None or mesh.size == 1 else self.fallback

@@ -335,6 +335,9 @@ class TextStream:
         keep: frozenset[int] = frozenset(),
     ) -> None:
         is_nnxmoe = isinstance(tokenizer, Tokenizer)
+        if not is_nnxmoe and not hasattr(tokenizer, "all_special_ids"):
+            kind = type(tokenizer).__name__
+            raise ValueError(f"tokenizer is a {kind}: pass an nnxmoe.Tokenizer, or a tokenizer of transformers")
         self._decoder = tokenizer.decode_list if is_nnxmoe else tokenizer.decode
         self._special = (tokenizer.special_ids if is_nnxmoe else frozenset(tokenizer.all_special_ids)) - keep
         self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep

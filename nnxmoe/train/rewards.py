@@ -46,7 +46,7 @@ def evaluate_rewards(
 
 def reward_functions(functions: RewardFn | Sequence[RewardFn]) -> tuple[RewardFn, ...]:
     """Return one or several reward functions as a tuple. Raises ValueError if there are none."""
-    sequence = (functions,) if callable(functions) else tuple(functions)
+    sequence = tuple(functions) if isinstance(functions, Sequence) else (functions,)
     if not sequence or not all(map(callable, sequence)):
         raise ValueError(f"reward={short(functions)}: pass a function (prompts, completions, **fields), or several")
     return sequence

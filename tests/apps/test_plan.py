@@ -668,6 +668,10 @@ def test_meshes_that_are_none(mesh: Any) -> None:
         ({"microbatches": 0}, r"microbatches=0\): pass a positive integer"),
         ({"microbatches": 4, "train": False}, "microbatches=4 is not supported in decoding"),
         ({"compile_for": "cpu"}, "omit compile_for"),
+        ({"reduce_dtype": "int8"}, r"plan\(reduce_dtype='int8'\): pass a floating-point dtype"),
+        ({"reduce_dtype": "half a byte"}, r"plan\(reduce_dtype='half a byte'\)"),
+        ({"remate": True}, r"plan\(\) has no argument 'remate'.*remat"),
+        ({"advise": True}, "omit advise"),
         ({"most": 0}, r"search\(most=0\)"),
         ({"devices": "8"}, r"search\(devices='8'\): pass a positive integer"),
         (
@@ -684,6 +688,13 @@ def test_searches_name_a_bad_option(options: dict[str, Any], message: str) -> No
     if "accumulate" not in options:  # of which best_of chooses a multiple
         with pytest.raises(ValueError, match=rf"^(?!no mesh).*{message}"):
             best_of(**given)
+
+
+def test_the_best_batches_are_multiples_of_accumulate() -> None:
+    batches = [found.work.batch for found in best_of("mixtral-8x7b", 8, seq=64, accumulate=3)]
+    assert batches and all(batch % 24 == 0 for batch in batches)
+    with pytest.raises(ValueError, match=r"search\(accumulate=None\): pass a positive integer"):
+        best_of("mixtral-8x7b", 8, seq=64, accumulate=None)
 
 
 @pytest.mark.parametrize(

@@ -765,7 +765,7 @@ def test_rope_scaling_in_every_spelling(
         ("glm4_moe", "expert_weights_scale", {"routed_scaling_factor": 1.0}),
         ("glm4_moe", "expert_gating_func", {}),
         ("deepseek_v3", "leading_dense_block_count", {"first_k_dense_replace": 0}),
-        ("deepseek_v3", "expert_group_count", {"n_group": 1}),
+        ("deepseek_v3", "expert_group_count", {"n_group": 1, "topk_group": 1}),
         ("deepseek_v3", "expert_gating_func", "expert_gating_func 1 with exp_probs_b.bias is not supported"),
         ("deepseek_v3", "attention.kv_lora_rank", "attention.kv_lora_rank is missing"),
         ("qwen3_moe", "expert_used_count", "expert_used_count is missing"),

@@ -71,17 +71,18 @@ def best_of(
 ) -> list[Plan]:
     """Return the best plans among meshes, batch sizes and, for training, with or without rematerialization.
 
-    Tries 1 to 64 rows per device, or per group of devices that shard rows over the axis ``context``. The
-    best plans have the most tokens per second, or the least memory if no plan fits. See `search`.
+    Tries 1 to 64 rows per device and part of the batch, or per group of devices that shard rows over the axis
+    ``context``. The best plans have the most tokens per second, or the least memory if no plan fits. See `search`.
     """
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
     seq = check_positive("search", "seq", seq)
+    accumulate = check_positive("search", "accumulate", options.get("accumulate", 1))
     options, plans, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
     for context_size in _contexts(**options):
         if devices % context_size == 0:
             errors = (ValueError,) if context_size > 1 else ()  # raised if the model does not support sharded rows
             with contextlib.suppress(*errors):
-                rows = devices // context_size * options.get("accumulate", 1)
+                rows = devices // context_size * accumulate
                 all_plans = search(model, devices, batch=rows, most=1000, **options)
                 meshes += [candidate for candidate in all_plans if candidate.mesh[CONTEXT] == context_size][:6]
     name = meshes[0].model
@@ -89,7 +90,7 @@ def best_of(
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for remat in (True, False) if train else (True,):
                 with contextlib.suppress(ValueError):  # the batch is not divisible
-                    overrides = {"batch": rows * devices // candidate.mesh[CONTEXT], "remat": remat}
+                    overrides = {"batch": rows * accumulate * devices // candidate.mesh[CONTEXT], "remat": remat}
                     overrides["microbatches"] = candidate.work.microbatches  # None on meshes without pipeline stages
                     step_plan = plan(candidate.config, candidate.mesh, advise=False, **options | overrides)
                     plans.append(dataclasses.replace(step_plan, model=name))
@@ -101,6 +102,8 @@ def _check_options(config: DecoderConfig, devices: int, microbatches: int | None
 
     Validates the options by planning a step on one device.
     """
+    if "advise" in options:
+        raise ValueError("search plans every mesh without advice: omit advise, then plan the best mesh again")
     if options.get("compile_for") is not None:
         raise ValueError("search compares meshes by arithmetic: omit compile_for, then compile the best plan")
     if microbatches is not None and not options.get("train", True):

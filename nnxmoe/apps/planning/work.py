@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 
 from nnxmoe.axes import AnyMesh
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, floating_dtype, set_positive
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
@@ -24,7 +25,7 @@ Compute = Literal["bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Work(KnownFields):
     """Rows, tokens and options of one planned step.
 
     Attributes:
@@ -53,6 +54,8 @@ class Work:
         compute: Dtype of matrix products (arithmetic only).
         quantize: Quantization method for weights that are not trained (arithmetic only).
     """
+
+    callee = "plan"
 
     batch: int
     seq: int
@@ -109,6 +112,8 @@ class Work:
         for name in ("train", "remat", "offload", "node_copies", "split_rank"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"plan({name}={short(value)}): use True or False")
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", floating_dtype("plan", "reduce_dtype", self.reduce_dtype))
         check_rules("plan", self.rules)
         if self.reduce_dtype is not None:
             object.__setattr__(self, "reduce_dtype", floating_dtype("plan", "reduce_dtype", self.reduce_dtype))

@@ -170,6 +170,8 @@ def _add_defaults(family: str, fields: dict[str, Any]) -> None:
     }.items():
         if field in fields and not fields[field]:
             fields[field] = neutral_value
+    if fields.get("n_group") == 1:
+        fields["topk_group"] = 1
     if family == "qwen3_moe" and "moe_intermediate_size" not in fields:
         fields["moe_intermediate_size"] = fields["intermediate_size"] // (fields["num_experts_per_tok"] or 1)
 

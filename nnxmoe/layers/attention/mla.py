@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.attention.context_parallel import ContextParallelAttention
 from nnxmoe.layers.attention.gqa import Gate, scale_by_position
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
@@ -132,6 +133,9 @@ class AdaptiveMLA:
     """`AbsorbedMLA` for up to ``max_queries`` tokens per pass (decoding), otherwise `NaiveMLA` (prefill, training)."""
 
     max_queries: int = 8
+
+    def __post_init__(self) -> None:
+        set_positive(self, "max_queries")
 
     def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         mla = AbsorbedMLA() if self._is_short(inputs) else NaiveMLA()

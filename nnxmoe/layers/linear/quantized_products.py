@@ -103,6 +103,9 @@ class TwoInt8Product:
     fallback: QuantizedProduct = BlockwiseProduct()
     max_rows: int = 16
 
+    def __post_init__(self) -> None:
+        set_positive(self, "max_rows")
+
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
         if transpose or not _is_int8_per_output(kernel, x) or len(x) > self.max_rows:
             return self.fallback(x, kernel, transpose)

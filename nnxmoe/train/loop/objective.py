@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from nnxmoe.config.arguments import KnownFields
-from nnxmoe.config.validate import set_numbers
+from nnxmoe.config.validate import check_object, set_numbers
 from nnxmoe.layers.context import OutputRequest
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.given_routing import check_routing
@@ -151,6 +151,7 @@ class RouterLosses(KnownFields):
 
     def __post_init__(self) -> None:
         set_numbers(self, "balance", "router_z_loss")
+        check_object(type(self).__name__, "balance_loss", self.balance_loss, "train.Objective().balance_loss")
 
     def of_model(self, model: CausalLM) -> Self:
         """Adapt the objective to a model. Raises ValueError if the model lacks layers that it requires."""
@@ -200,6 +201,7 @@ class Objective(RouterLosses):
     def __post_init__(self) -> None:
         super().__post_init__()
         set_numbers(self, "z_loss", "mtp")
+        check_object("Objective", "head", self.head, "train.ChunkedLoss()")
 
     def of_model(self, model: CausalLM) -> Self:
         """Return a copy with ``depths`` set to the model's number of prediction layers.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.validate import set_numbers
+from nnxmoe.config.validate import check_object, set_numbers
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import Body
 from nnxmoe.model.program import model_program
@@ -95,6 +95,9 @@ class DPO(RouterLosses):
                 "DPO(reference=…) is a model: pass the batches through train.with_reference(batches, model)"
             )
         super().__post_init__()
+        check_object("DPO", "loss", self.loss, "train.sigmoid_loss")
+        if self.reference is not None:
+            check_object("DPO", "reference", self.reference, "train.lora.without")
         set_numbers(self, "beta", positive=True)
         set_numbers(self, "label_smoothing")
         if self.label_smoothing >= 0.5:
