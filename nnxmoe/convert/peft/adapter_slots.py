@@ -9,6 +9,7 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.config.printable import plain, short
+from nnxmoe.config.validate import as_python
 from nnxmoe.convert.arrays.array_layout import Path
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import as_weight, kernel_param
@@ -126,7 +127,7 @@ def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[A
     if targets is None:
         excluded_names = "router", "embed", "head", "attention.indexer", *family_of(model).peft_excluded
         return [slot for slot in slots if not slot.name.startswith(excluded_names)]
-    if not isinstance(targets, Iterable) or isinstance(targets, bytes):
+    if not isinstance(as_python(targets), Iterable) or isinstance(targets, bytes):
         raise ValueError(f"targets={short(targets)}: pass the name of a projection, or a list of names")
     target_list, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in slots})
     matches = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in target_list}

@@ -116,6 +116,9 @@ class Batches(Iterator[Batch]):
 
         batch_size, seq_len = integer("batch_size", batch_size), integer("seq_len", seq_len)
         seed, epochs = integer("seed", seed), None if epochs is None else integer("epochs", epochs)
+        counts = [as_integer(number, -(2**31)) for number in share] if isinstance(share, tuple | list) else []
+        if len(counts) != 2 or None in counts:
+            raise ValueError(f"share={short(share)}: pass the index and the number of processes, such as (0, 4)")
         if not 0 <= share[0] < share[1] or batch_size % share[1]:
             raise ValueError(
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import reject_unknown_arguments
-from nnxmoe.config.validate import whole_number
+from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -84,7 +84,7 @@ def fit(
             memory. Memory is checked before compilation.
     """
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
-    model = _on_training_mesh(model, mesh or model.strategy.mesh)
+    model = _on_training_mesh(model, model.strategy.mesh if mesh is None else mesh)
     step = _step(model, optimizer, options)
     data = _rollout_batches(data, step, seed, evaluate)
     limit = _limit(step, model, data)
@@ -109,6 +109,7 @@ def _on_training_mesh(model: CausalLM, mesh: Mesh | None) -> CausalLM:
     """
     if mesh is None:
         return model
+    check_type("mesh", mesh, Mesh, "a mesh, such as nnxmoe.make_mesh(fsdp=8)")
     has_adapters = bool(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
     rules = model.strategy.rules if has_adapters else training_rules(model, mesh, model.strategy.rules)
     if mesh != model.strategy.mesh:
