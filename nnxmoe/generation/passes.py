@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -216,26 +216,29 @@ def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
 
 def cache_bytes(model: CausalLM, count: int, cache_size: CacheSize) -> int:
     """Compute the bytes of a cache of ``count`` rows in this process."""
-    return local_bytes((b.shape, b.dtype, None) for b in _cache_arrays(model, count, cache_size))
+    (arrays,) = _cache_arrays(model, [count], cache_size)
+    return local_bytes((array.shape, array.dtype, None) for array in arrays)
 
 
 def cache_batch_axes(model: CausalLM, cache_size: CacheSize) -> tuple[int, ...]:
     """Find the batch axis of each cache array. In caches of scanned stacks, the layer axis comes first."""
-    one_row, two_rows = (_cache_arrays(model, count, cache_size) for count in (1, 2))
+    one_row, two_rows = _cache_arrays(model, [1, 2], cache_size)
     pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one_row, two_rows, strict=True))
     return tuple(next(i for i, (m, n) in enumerate(pair) if m != n) for pair in pairs)
 
 
-def _cache_arrays(model: CausalLM, count: int, cache_size: CacheSize) -> list[jax.ShapeDtypeStruct]:
-    """Return the abstract arrays of a cache of ``count`` rows.
+def _cache_arrays(model: CausalLM, counts: Sequence[int], cache_size: CacheSize) -> list[list[jax.ShapeDtypeStruct]]:
+    """Return the abstract arrays of caches with these numbers of rows.
 
     They are cached per model structure, because an `Engine` needs several of them, and tracing the caches of 32 layers
     takes as long as the prefill of a short prompt on a GPU.
     """
-    known, key = split_once(model)[0].program(_known_cache_arrays), (count, cache_size)
-    if key not in known:
-        known[key] = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *cache_size).layers))
-    return known[key]
+    known = split_once(model)[0].program(_known_cache_arrays)
+    for count in counts:
+        if (count, cache_size) not in known:
+            arrays = jax.eval_shape(lambda count=count: jax.tree.leaves(model.empty_cache(count, *cache_size).layers))
+            known[count, cache_size] = arrays
+    return [known[count, cache_size] for count in counts]
 
 
 @functools.lru_cache(maxsize=16)

@@ -62,9 +62,9 @@ def is_deep_on_cpu(model: Any) -> bool:
 
 
 class LayerwiseModel:
-    """Model whose embedding, runs of equal layers and output head are separate compiled programs.
+    """Model whose embedding, groups of consecutive layers and output head are separate compiled programs.
 
-    Runs of equal layers share a program.
+    Groups of layers of equal structure share a program.
 
     Args:
         model: A model for which `is_deep_on_cpu` is True.

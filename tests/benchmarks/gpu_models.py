@@ -116,8 +116,8 @@ def prefill_speeds(
 ) -> Iterator[Measurement]:
     """Measure tokens per second of prompts of (rows, length) by three paths: the model, ``generate`` and an engine.
 
-    The limit computes the useful FLOPs at ``flops`` per second. The model computes the logits of all tokens, the limit
-    those of the last.
+    The limit computes the useful FLOPs at ``flops`` per second. The model computes the logits of all tokens. The limit
+    counts the logits of the last token only.
     """
     case = case_name(name, None)
     model = functools.cache(functools.partial(random_model, config, None))

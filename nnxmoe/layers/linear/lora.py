@@ -101,7 +101,7 @@ class AdaptedKernel(Kernel):
         return kernel if dtype is None else kernel.astype(dtype)
 
     def apply(self, x: Float[Array, "..."], product: Product) -> Float[Array, "..."]:
-        """Return the sum of the products.
+        """Return ``product(x, base) + scale * product(product(x, a), b)``.
 
         The barriers keep XLA:GPU from merging the products that share x, and their gradients, into one product with a
         concatenated copy of the base kernel (jax 0.10.2).

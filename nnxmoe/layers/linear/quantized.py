@@ -100,8 +100,10 @@ class QuantizedKernel(Kernel):
         return jax.lax.map(multiply_head, (jnp.arange(len(x)), x))
 
     def _multiply(self, x: Float[Array, "*rows _"], dtype: Any, transpose: bool = False) -> Float[Array, "*rows _"]:
-        """Return the product in ``dtype``. Its gradient has the same dtype, so 16-bit gradients are not multiplied in
-        float32."""
+        """Return the product in ``dtype``.
+
+        The differentiated function contains the cast, so that gradients in 16 bits are not multiplied in float32.
+        """
         leaves, tree = jax.tree.flatten(self)
 
         def product(transpose: bool) -> Callable[..., Array]:

@@ -39,20 +39,33 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     """Write one new token per row to the row's slot in ``buffer`` along ``axis``. Out-of-range slots are dropped.
 
     XLA:CPU fuses a write with each use of the result, and copies the whole buffer for each use (jax 0.10.2, 0.12.0).
-    The result of a loop is not fused. XLA unrolls loops with one trip, so the loop has at least two trips. With a
-    single row, the second trip repeats the first. Without the workaround, a write followed by attention to 4096 slots
-    takes 1.8 times as long in float32, and 1.3 times as long in bfloat16.
-
-    Each trip writes one row. The old values of dropped slots are read before the loop, because a select inside the loop
-    would cast the whole bfloat16 buffer. jax 0.10.2 casts a 16-bit buffer on each trip anyway. There, both trips write
-    all rows with a select. With one trip per row, a decoding step of eight rows of a Llama with 156M parameters takes
-    1.25 times as long.
+    The result of a loop is not fused. XLA unrolls loops with one trip, so the loop has at least two trips. Without the
+    workaround, a write followed by attention to 4096 slots takes 1.8 times as long in float32, and 1.3 times as long in
+    bfloat16.
     """
-    size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
-    if COPIES_16_BITS and buffer.dtype.itemsize == 2:
-        is_slot = jnp.expand_dims(jnp.arange(size) == slots, [i for i in range(1, buffer.ndim) if i != axis])
-        new = jax.lax.optimization_barrier(new)
-        return jax.lax.fori_loop(0, 2, lambda _, buffer: jnp.where(is_slot, new, buffer), buffer)
+    write = _write_by_select if COPIES_16_BITS and buffer.dtype.itemsize == 2 else _write_row_by_row
+    return write(buffer, new, slots.astype(jnp.int32), axis)
+
+
+def _write_by_select(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -> Array:
+    """Write all rows in each of two trips with a select.
+
+    jax 0.10.2 casts a 16-bit buffer on each trip. With one trip per row, a decoding step of eight rows of a Llama with
+    156M parameters takes 1.25 times as long.
+    """
+    is_slot = jnp.arange(buffer.shape[axis]) == slots
+    is_slot = jnp.expand_dims(is_slot, [i for i in range(1, buffer.ndim) if i != axis])
+    new = jax.lax.optimization_barrier(new)
+    return jax.lax.fori_loop(0, 2, lambda _, buffer: jnp.where(is_slot, new, buffer), buffer)
+
+
+def _write_row_by_row(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -> Array:
+    """Write one row per trip. With a single row, the second trip repeats the first.
+
+    The old values of dropped slots are read before the loop, because a select inside the loop would cast the whole
+    bfloat16 buffer.
+    """
+    size, rows = buffer.shape[axis], buffer.shape[0]
     starts, in_range = jnp.minimum(slots[:, 0], size - 1), slots < size
     old_values = jax.vmap(lambda row, slot: jax.lax.dynamic_slice_in_dim(row, slot, 1, axis - 1))(buffer, starts)
     new = jnp.where(in_range.reshape(rows, *(1,) * (buffer.ndim - 1)), new, old_values)
