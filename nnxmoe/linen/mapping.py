@@ -179,14 +179,14 @@ def _add_checks(
 ) -> Callable[..., Any]:
     def convert_with_checks(*arrays: Any) -> Any:
         try:
-            value = convert(*arrays)
+            value = jnp.asarray(convert(*arrays))
         except Exception as error:
             types = ", ".join(f"{jax.dtypes.result_type(array)}{list(np.shape(array))}" for array in arrays)
             raise ValueError(f"{name}: its function fails for {types}: {type(error).__name__}: {error}") from error
-        if not splits(np.shape(value), shape):
+        if not splits(value.shape, shape):
             raise ValueError(
                 f"{name} has shape {list(shape)}, but the value from {' and '.join(sources)} has shape "
-                f"{list(np.shape(value))}"
+                f"{list(value.shape)}"
             )
         return jnp.reshape(value, shape)
 
