@@ -97,6 +97,18 @@ def test_flax_finds_adapters(model: nnxmoe.CausalLM) -> None:
     assert float(eager) < losses[-1] and len(jax.tree.leaves(gradients)) == len(adapters)
 
 
+def test_adapters_of_abstract_models() -> None:
+    """As needed to restore with Orbax."""
+    model = build_tiny("llama")
+    abstract: Any = nnx.eval_shape(lambda: nnx.clone(model))
+    lora.add(abstract, 2, rngs=None)
+    lora.add(model, 2, rngs=nnx.Rngs(1))
+    shapes = jax.tree.map(jax.typeof, nnx.state(model, nnx.LoRAParam))
+    assert jax.tree.map(jax.typeof, nnx.state(abstract, nnx.LoRAParam)) == shapes
+    with pytest.raises(ValueError, match=r"call it with rngs=None after nnx\.eval_shape"):
+        nnx.eval_shape(lambda: lora.add(build_tiny("llama"), 2, rngs=nnx.Rngs(1)))
+
+
 @pytest.mark.slow
 def test_optax_labels_by_path(model: nnxmoe.CausalLM) -> None:
     """`optax.multi_transform` with labels made of paths, and a mask of the weight decay."""

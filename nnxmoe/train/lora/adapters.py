@@ -63,7 +63,13 @@ def add(
     refuse_adapters(model)
     adapters = [(slot, slot.shapes(r, float(a), param_dtype)) for slot, r, a in zip(slots, ranks, alphas, strict=True)]
     if rngs is not None:
-        seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
+        key = jax.random.key_data(rngs.params())
+        if isinstance(key, jax.core.Tracer):
+            raise ValueError(
+                "rngs is traced, but the values of adapters are drawn with NumPy: call lora.add outside nnx.jit; for "
+                "an abstract model, call it with rngs=None after nnx.eval_shape"
+            )
+        seed = np.asarray(key).tolist()
         for slot, adapter in adapters:
             a, b = adapter.a, adapter.b
             for variable, initial in ((a, _drawn(seed, slot, a)), (b, np.zeros(b.shape, b.dtype))):
