@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from nnxmoe.config.arguments import reject_unknown_arguments
 from nnxmoe.config.printable import short
@@ -64,7 +65,7 @@ def add(
     adapters = [(slot, slot.shapes(r, float(a), param_dtype)) for slot, r, a in zip(slots, ranks, alphas, strict=True)]
     if rngs is not None:
         key = jax.random.key_data(rngs.params())
-        if isinstance(key, jax.core.Tracer):
+        if isinstance(key, Tracer):
             raise ValueError(
                 "rngs is traced, but the values of adapters are drawn with NumPy: call lora.add outside nnx.jit; for "
                 "an abstract model, call it with rngs=None after nnx.eval_shape"
