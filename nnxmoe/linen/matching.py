@@ -232,12 +232,12 @@ class Matching:
         return bool(our_module and their_module) and has_two_parameters and any(matched)
 
     def _only_fit(self, i: int, j: int) -> float:
-        """Score norms that are named so, and other parameters in layers that match completely.
+        """Score pairs in layers that match completely, and norms in all layers.
 
         These pairs are accepted if their parameters have no other candidates. All other pairs score negative.
         """
         a, b = self.ours[i], self.theirs[j]
-        return 1 if (b.words.norm if a.words.norm else a.layers <= self.complete) else -1
+        return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1
 
     def _overlap(self, i: int, k: int) -> bool:
         return bool(self.ours[i].layers & self.ours[k].layers)
