@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.axes import axes_of
+from nnxmoe.axes import MESH_AXES, axes_of
 from nnxmoe.convert.arrays import parameter_loader
 from nnxmoe.convert.arrays.array_layout import parameters
 from nnxmoe.convert.arrays.parameter_loader import ParameterLoader
@@ -293,6 +293,20 @@ def test_model_class_must_match_the_checkpoint() -> None:
     assert isinstance(nnxmoe.models.Llama.from_pretrained(CASES / "mistral_basic" / "model"), nnxmoe.models.Llama)
 
 
+def test_the_model_class_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the config ties the head to the embedding, which compares the two stored tensors."""
+    fields = TINY["llama"] | {"tie_word_embeddings": True}
+    head = {"lm_head.weight": np.ones((fields["vocab_size"], fields["hidden_size"]), np.float32)}
+    folder, reads = write_checkpoint(tmp_path / "m", fields, tiny_weights(fields) | head), list[str]()
+    for module, name in (("convert.storage.checkpoint.Checkpoint", "same"), ("convert.hf.pretrained", "load_model")):
+        monkeypatch.setattr(f"nnxmoe.{module}.{name}", lambda *_, name=name, **__: reads.append(name) or False)
+    with pytest.raises(nnxmoe.CheckpointError, match=r"not Mixtral\.from_pretrained"):
+        nnxmoe.from_pretrained(folder, expect=nnxmoe.models.Mixtral)
+    assert not reads
+    nnxmoe.from_pretrained(folder, expect=nnxmoe.models.Llama)
+    assert reads == ["same", "load_model"]
+
+
 def test_config_faults_name_the_file(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "llama_basic", {}, hidden_act="gelu")
     with pytest.raises(nnxmoe.ConfigError, match=r"config\.json.*gelu"):
@@ -473,6 +487,14 @@ def test_sizes_of_a_mesh_that_are_proposed_fit_the_model() -> None:
             check_mesh(model, abstract_mesh(fits), rules)
 
 
+def test_the_mesh_defaults_to_the_mesh_of_the_strategy(tmp_path: Path) -> None:
+    mesh, fields = nnxmoe.make_mesh(data=1, devices=jax.devices()[:1]), TINY["llama"]
+    folder = write_checkpoint(tmp_path / "m", fields, tiny_weights(fields))
+    model = nnxmoe.from_pretrained(folder, strategy=nnxmoe.Strategy(mesh=mesh))
+    assert model.mesh == mesh
+    assert all(array.sharding.mesh == mesh for array in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
 @pytest.mark.wrong_types  # no real mesh
 def test_an_axis_of_the_mesh_may_cross_hosts() -> None:
     """Devices 0 to 3 are of the first host."""
@@ -488,6 +510,19 @@ def test_an_axis_of_the_mesh_may_cross_hosts() -> None:
         assert laid(across="expert").squeeze().tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ValueError, match="across='host' is not a mesh axis"):
         nnxmoe.make_mesh(across="host")
+
+
+@pytest.mark.wrong_types  # no real mesh
+def test_the_first_axis_with_several_devices_spans_the_slices() -> None:
+    """Unless ``across`` names an axis. The devices are in two slices of four TPUs."""
+    eight = [types.SimpleNamespace(id=i, platform="tpu", slice_index=i // 4) for i in range(8)]
+    made = mock.patch("nnxmoe.mesh.mesh_utils.create_hybrid_device_mesh")
+    with made as hybrid, mock.patch("nnxmoe.mesh.Mesh"):
+        for options, axis in (({}, "fsdp"), ({"across": "expert"}, "expert")):
+            nnxmoe.make_mesh(fsdp=4, expert=2, devices=eight, **options)
+            per_slice, slices = (dict(zip(MESH_AXES, shape, strict=True)) for shape in hybrid.call_args.args[:2])
+            assert {name: count for name, count in slices.items() if count > 1} == {axis: 2}
+            assert per_slice["fsdp"] * slices["fsdp"] == 4 and per_slice["expert"] * slices["expert"] == 2
 
 
 def odd_checkpoint(tmp_path: Path) -> Path:

@@ -95,9 +95,8 @@ def from_pretrained(
     strategy = with_mesh(strategy, mesh)
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
-        config, notes = _config(checkpoint)
+        config, notes = _config(checkpoint, expect)
         family = family_of(config)
-        _refuse_other_class(checkpoint, config, expect)
         tensors = tensor_arrays(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
         arrays = split_tensors(family.hf_names(config), tensors)
         refuse_oversized_config(config, arrays, checkpoint.config_file)
@@ -128,9 +127,10 @@ def _refuse_other_class(checkpoint: Checkpoint, config: DecoderConfig, expect: t
         )
 
 
-def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
+def _config(checkpoint: Checkpoint, expect: type[CausalLM] | None) -> tuple[DecoderConfig, tuple[str, ...]]:
     """Return (config, notes). The config is untied if the stored head differs from the stored embedding."""
     config, notes = parse_config(checkpoint.config, checkpoint.config_file)
+    _refuse_other_class(checkpoint, config, expect)  # before the comparison, which reads weights
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are loaded, and not tied"
         return dataclasses.replace(config, tie_word_embeddings=False), (*notes, note)
