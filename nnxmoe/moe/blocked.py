@@ -28,7 +28,7 @@ class BlockedMatmul:
 
     Attributes:
         block: Rows per block. If ``None``, each group uses the smallest of several block sizes that fits the group.
-            Fewer block sizes are used under differentiation.
+            Under differentiation, the number of block sizes is smaller or equal.
     """
 
     block: int | None = None

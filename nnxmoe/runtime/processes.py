@@ -28,7 +28,7 @@ _TIMEOUTS = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_ti
 def initialize(timeout: float = 300.0, **options: Any) -> None:
     """Connect this process to the other processes. Call it before any other use of JAX.
 
-    With a single process, the function only logs a message.
+    If no cluster is detected and no process is configured, the function only logs a message.
 
     Args:
         timeout: Seconds to wait for other processes at startup, between heartbeats and at shutdown.

@@ -71,7 +71,7 @@ def best_of(
 ) -> list[Plan]:
     """Return the best plans among meshes, batch sizes and, for training, with or without rematerialization.
 
-    Tries 1 to 64 rows per device and part of the batch, or per group of devices that shard rows over the axis
+    Tries 1, 2, 4, … 64 rows per device and part of the batch, or per group of devices that shard rows over the axis
     ``context``. The best plans have the most tokens per second, or the least memory if no plan fits. See `search`.
     """
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)

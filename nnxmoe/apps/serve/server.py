@@ -47,7 +47,7 @@ def serving_engine(
         slots: See `Engine`.
         capacity: See `Engine`. Limited to the model's ``max_position_embeddings``.
         draft: See `Engine`.
-        prefix_bytes: See `Engine`. Defaults to the memory of `KEPT` slots.
+        prefix_bytes: See `Engine`. Defaults to the memory of `KEPT` slots of an engine without a draft.
         return_routing: Whether requests may set ``return_routed_experts``.
     """
     rules = default_sampling(model).rules

@@ -80,9 +80,10 @@ def _warn_of_rounding(model: CausalLM, arrays: LazyArrays) -> None:
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
     """Convert a model to MaxText's parameter tree ``{"params": {"decoder": …, "token_embedder": …}}``.
 
-    Arrays that are equal in both layouts are not copied. Queries are divided by sqrt(head width) in float32 and rounded
-    once. The division is exact if sqrt(head width) is a power of two. For a bfloat16 model, ``dtype=float32`` avoids
-    the rounding. The arrays are NumPy arrays, or JAX arrays if the model spans processes.
+    Arrays that are equal in both layouts are not copied if they are in CPU memory. Queries are divided by sqrt(head
+    width) in float32 and rounded once. The division is exact if sqrt(head width) is a power of two. For a bfloat16
+    model, ``dtype=float32`` avoids the rounding. The arrays are NumPy arrays, or JAX arrays if the model spans
+    processes.
 
     Args:
         scan_layers: Whether to stack the layers, as MaxText does with ``scan_layers=True``.

@@ -55,7 +55,7 @@ def shared_folder(
 def broadcast_text(compute_text: Callable[[], str]) -> str:
     """Collective: compute a text in process 0, and return the text in every process.
 
-    If ``compute_text`` raises, every process raises. The text is truncated to 4000 bytes.
+    If ``compute_text`` raises, every process raises. With several processes, the text is truncated to 4000 bytes.
     """
     if jax.process_count() == 1:
         return compute_text()
