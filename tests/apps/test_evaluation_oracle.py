@@ -120,6 +120,24 @@ def test_unknown_options_are_refused(tasks: Path) -> None:
     assert ask(**drawn) == ask(**drawn)
 
 
+def test_options_are_checked_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the options of later groups of requests."""
+    from lm_eval.api.instance import Instance
+
+    from nnxmoe.generation import engine
+
+    def no_step(_: Any) -> None:
+        raise AssertionError("an answer was generated")
+
+    monkeypatch.setattr(engine.Engine, "step", no_step)
+    options: list[Any] = [{"until": ["x"], "max_gen_toks": 8}, {"until": ["x"], "max_gen_toks": 8, "num_beams": 3}]
+    requests = [Instance("generate_until", {}, ("Hi", given), i) for i, given in enumerate(options)]
+    with pytest.raises(ValueError, match="num_beams"):
+        harness_model("mixtral_basic").generate_until(requests)
+    with pytest.raises(AssertionError, match="an answer was generated"):
+        harness_model("mixtral_basic").generate_until(requests[:1])
+
+
 def test_the_command_prints_a_table(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -895,6 +895,8 @@ def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureF
     rates = [one.work.tokens / one.seconds for one in best]
     assert rates == sorted(rates, reverse=True) and f"{rates[0]:,.0f}" in first
     assert {one.work.remat for one in best} == {True, False} and len({one.work.batch for one in best}) > 3
+    rows = {one.work.batch * one.mesh["context"] // 4 for one in best}  # per device, or group of devices
+    assert rows == {1, 2, 4, 8, 16, 32, 64}
     assert cli.main([*ask, "--mesh", "fsdp=4", "--batch", "8", "--compare", "tensor=4"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["mesh", "fsdp=4", "tensor=4"]
     tuned = ["--mesh", "tensor=1", "--batch", "1", "--lora", "8", "--quantize", "int8", "--compute", "fp8", "--offload"]
@@ -942,7 +944,9 @@ def test_printed_plans_name_the_source_of_each_figure() -> None:
     made = nnxmoe.plan("mixtral-8x7b", {"expert": 8}, batch=64, seq=512, on="h100")
     program = Program(1, int(90e9), 1, 1, (Collective("all-gather", ("expert",), 10**9, 3),), 1e15, 2.0, 1)
     for where, source in (("gpu", "compiled for h100"), ("cpu", "an upper bound")):
-        text = str(dataclasses.replace(made, program=program, compiled_for=where))
+        compiled = dataclasses.replace(made, program=program, compiled_for=where)
+        text = str(compiled)
+        assert compiled.exact == (where == "gpu")
         assert source in text and "3.00 GB over expert, 3 calls" in text and "1 involuntary" in text
         assert ("does not fit" in text) == (where == "gpu" or not made.fits)
     assert set(PRESETS) >= {"mixtral-8x7b"} and made.exact is False

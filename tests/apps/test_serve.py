@@ -34,6 +34,7 @@ from nnxmoe.apps.serve.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, LABELS, N
 from nnxmoe.apps.serve.formats import TokenTexts
 from nnxmoe.apps.serve.reasoning import Reasoning, ReasoningSplit
 from nnxmoe.apps.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
+from nnxmoe.apps.serve.server import serving_engine
 from nnxmoe.apps.serve.settings import Refused
 from tests.benchmarks.server import Load
 from tests.support.serving import TIMEOUT, Client, Json, Running, serving, serving_tools
@@ -271,6 +272,12 @@ def test_completions_are_those_of_complete(server: Running, demo: Any) -> None:
         assert found["usage"] == usage and found["object"] == "text_completion"
     alone = {"prompt": tokenizer.encode(prompts[1]), "n": 1}
     assert one(server, COMPLETIONS, body | alone)["text"] == expected[2].text
+
+
+def test_the_default_prefix_cache_has_the_memory_of_four_slots(demo: Any) -> None:
+    engine = serving_engine(demo[0], slots=1, capacity=64)
+    assert engine.prefix_cache.max_prefixes == 4
+    assert serving_engine(demo[0], slots=1, capacity=64, prefix_bytes=0).prefix_cache.max_prefixes == 0
 
 
 def test_options_reach_the_engine(server: Running, demo: Any) -> None:

@@ -143,6 +143,9 @@ def on_other_meshes(folder: Path) -> None:
         found, _ = checkpoints.restore(1, other)
         same(found, arrays)
         assert all(found[name].sharding == other[name].sharding for name in other)
+    nowhere = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in start.items()}
+    found, _ = checkpoints.restore(1, nowhere)
+    assert all(array.devices() == {jax.local_devices()[0]} for array in found.values())
 
 
 @pytest.mark.slow
@@ -405,6 +408,17 @@ def test_reason_of_an_error_of_tensorstore_is_kept() -> None:
     said = f'Error writing "{"a/" * 150}": Failed to write 8554 bytes to file 20: File too large'
     found = error_summary(ValueError(f"{said} [tensorstore_spec='{{{'x' * 500}}}'] [os_error_code='27']"))
     assert found.endswith("File too large") and len(found) < 400
+
+
+def test_a_failed_save_does_not_replace_the_error_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Checkpoints) -> None:
+        raise CheckpointError("cannot write")
+
+    monkeypatch.setattr(Checkpoints, "wait", fail)
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path / "run"):
+        raise ZeroDivisionError
+    with pytest.raises(CheckpointError, match="cannot write"), Checkpoints(tmp_path / "run"):
+        pass
 
 
 # Kills

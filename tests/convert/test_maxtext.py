@@ -432,6 +432,24 @@ def test_error_lists_every_mismatch() -> None:
         assert fault in str(caught.value)
 
 
+def test_errors_list_at_most_twenty_arrays() -> None:
+    params, config = params_of("mixtral_lbloss_unscanned"), config_of("mixtral_lbloss_unscanned")
+    more = {f"params/decoder/layers_0/extra_{i}": np.zeros(2, np.float32) for i in range(25)}
+    with pytest.raises(CheckpointError) as caught:
+        maxtext.from_tree(nested(params | more), config)
+    assert str(caught.value).count("is not a parameter") == 20 and "and 5 more" in str(caught.value)
+
+
+def test_arrays_with_equal_layouts_are_not_copied() -> None:
+    model = build_tiny("llama", nnxmoe.Strategy())
+    table = np.asarray(model.embed.table.get_value())
+    tree = maxtext.to_tree(model, scan_layers=False)["params"]
+    assert np.shares_memory(tree["token_embedder"]["embedding"], table)
+    assert np.shares_memory(
+        tree["decoder"]["layers_0"]["mlp"]["wo"]["kernel"], np.asarray(model.stacks[0].layers[0].mlp.down.kernel[...])
+    )
+
+
 @pytest.mark.wrong_types
 def test_invalid_arrays_and_configs() -> None:
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")

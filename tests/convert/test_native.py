@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext, native
@@ -128,6 +129,13 @@ def test_load_on_another_mesh(kind: str, axis: str, size: int, eight: Callable[.
 def saved(tmp_path: Path) -> Path:
     nnxmoe.save(build_tiny("mixtral", plain()), tmp_path / "saved")
     return tmp_path / "saved"
+
+
+def test_the_mesh_defaults_to_the_mesh_of_the_strategy(saved: Path) -> None:
+    mesh = nnxmoe.make_mesh(data=1, devices=jax.devices()[:1])
+    model = nnxmoe.load(saved, strategy=plain(mesh=mesh))
+    assert model.mesh == mesh
+    assert all(array.sharding.mesh == mesh for array in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def test_non_empty_folder_is_refused(saved: Path) -> None:

@@ -204,6 +204,14 @@ def test_rows_beyond_the_positions_are_reported_once_per_model(caplog: pytest.Lo
         caplog.clear()
 
 
+def test_steps_without_requests_and_cancels_of_ended_requests_do_nothing() -> None:
+    engine = Engine(tiny(), slots=1, capacity=CAPACITY)
+    assert compiled_in(lambda: engine.step()) == 0 and engine.step() == []
+    ended = engine.submit([1], RequestOptions(0))
+    engine.cancel(ended)
+    assert ended.finish == "length" and (engine.running, engine.waiting) == (0, 0)
+
+
 @pytest.mark.slow
 def test_prefixes_belong_to_an_engine() -> None:
     """The same object in engines of two models; what cannot be a prefix is refused."""
@@ -669,6 +677,29 @@ def test_prompts_and_texts_may_be_arrays_of_ids(array: Any) -> None:
     assert Engine(model, slots=1, capacity=96).submit(prompt).prompt == tuple(ids)
     for text in (prompt, (prompt[:1], prompt[1:])):
         assert nnxmoe.score(model, [text])[0].total == nnxmoe.score(model, [ids])[0].total
+
+
+def test_iterators_are_consumed_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`complete` consumes its prompts in the call itself, and `score` consumes its texts before its first program."""
+    left = [[1, 2], [3, 4]]
+    one_at_a_time = (left.pop() for _ in range(2))
+    complete(tiny(), one_at_a_time)
+    assert not left
+
+    def no_program(*_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+    left += [[1, 2], [3, 4]]
+    monkeypatch.setattr("nnxmoe.generation.score.model_program", no_program)
+    with pytest.raises(InterruptedError):
+        nnxmoe.score(tiny(), (left.pop() for _ in range(2)))
+    assert not left
+
+
+def test_the_perplexity_of_no_ids_is_nan() -> None:
+    empty, flags, ids = np.zeros(0, np.float32), np.zeros(0, bool), np.zeros((0, 1), np.int32)
+    found = nnxmoe.Score((), empty, flags, ids, ids.astype(np.float32))
+    assert found.total == 0 and np.isnan(found.perplexity)
 
 
 @pytest.mark.slow

@@ -136,6 +136,17 @@ def test_a_text_without_room_is_cut(model: nnxmoe.CausalLM, tokenizer: nnxmoe.To
     assert done.finish == "length" and len(done.ids) == 7 and done.text.startswith('{"name"'[: len(done.text)])
 
 
+def test_grammars_of_a_tokenizer_share_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    llguidance, built = pytest.importorskip("llguidance"), list[int]()
+    true = llguidance.LLTokenizer
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: built.append(1) or true(*a, **k))
+    for count in (1, 2):
+        tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
+        for pattern in ("a+", "b+"):
+            Grammar.regex(pattern, tokenizer).start(tokenizer.vocab_size, [2])
+        assert len(built) == count
+
+
 class _Even:
     """A constraint of one's own: even ids only, and after four of them an end."""
 

@@ -140,6 +140,17 @@ def test_running_and_waiting_requests() -> None:
     assert late.ids == request.ids
 
 
+def test_the_counters_of_the_prefix_cache_keep_their_values() -> None:
+    first, second = (build_tiny("mixtral", nnxmoe.Strategy(), seed, **LONG) for seed in (0, 1))
+    engine = Engine(first, slots=1, capacity=CAPACITY, prefix_bytes=10**8)
+    prompt = tuple(prompts()[0])
+    engine.prefix_cache.insert(Prefix(prompt[:70]))
+    assert engine.prefix_cache.match(prompt) is not None
+    engine.update_model(second)
+    assert len(engine.prefix_cache) == 0 and engine.prefix_cache.match(prompt) is None
+    assert (engine.prefix_cache.hits, engine.prefix_cache.tokens) == (1, 70)
+
+
 def test_other_models_are_refused() -> None:
     model = model_of("mixtral")
     engine = Engine(model, slots=1, capacity=CAPACITY)

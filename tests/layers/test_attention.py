@@ -416,6 +416,25 @@ def test_fused_refuses_wide_values() -> None:
         FusedAttention()(q, q, jnp.zeros((1, 1, 2, 5)), MaskedSoftmax(mask, 1.0))
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "sinks", "message"),
+    [
+        (8, "float32", False, "requires bfloat16 or float16, got float32"),
+        (12, "bfloat16", False, "a multiple of 8 up to 256, got 12"),
+        (264, "float16", False, "a multiple of 8 up to 256, got 264"),
+        (256, "bfloat16", True, "a multiple of 8 up to 256, got 256 plus 8 for sinks"),
+    ],
+)
+def test_cudnn_without_a_fallback_refuses_what_it_does_not_support(
+    width: int, dtype: str, sinks: bool, message: str
+) -> None:
+    q, index = jnp.zeros((1, 1, 2, width), dtype), jnp.arange(2)
+    mask = Mask(index, None, SlotMetadata(index, None, None), None, causal=True)
+    softmax = MaskedSoftmax(mask, 1.0, sinks=jnp.zeros(1) if sinks else None)
+    with pytest.raises(ValueError, match=rf"FusedAttention with cuDNN .*{message}\. Use ReferenceAttention"):
+        FusedAttention("cudnn")(q, q, q, softmax)
+
+
 # Blocks of queries
 
 

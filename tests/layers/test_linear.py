@@ -154,6 +154,16 @@ def test_block_sizes() -> None:
         assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY_SIZE_FACTORS))
 
 
+@pytest.mark.parametrize(("rows", "counts"), [(8, (4, 3)), (100, (5, 5)), (1024, (9, 5)), (40_000, (2, 2))])
+def test_differentiation_uses_no_more_block_sizes(rows: int, counts: tuple[int, int]) -> None:
+    """A product has an outer loop per block size, and an inner loop for the largest block size."""
+    kernel, sizes = jax.ShapeDtypeStruct((8, 4, 3), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    given = jax.ShapeDtypeStruct((rows, 4), jnp.float32), kernel, sizes
+    forward = jax.make_jaxpr(BlockedMatmul())(*given)
+    differentiated = jax.make_jaxpr(lambda *a: jax.vjp(lambda x: BlockedMatmul()(x, *a[1:]), a[0])[0])(*given)
+    assert tuple(str(program).count("while[") for program in (forward, differentiated)) == counts
+
+
 @pytest.mark.program
 @pytest.mark.parametrize(("cls", "saved"), [(MLP, 2), (UngatedMLP, 1)])
 def test_mlp_saves_only_the_inputs_of_the_activation(cls: Any, saved: int) -> None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,44 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     for length in (2, 40, 50):  # padding takes no slots
         model(random_tokens(2, length), cache=model.empty_cache(2, 50))
     assert program._cache_size() - shapes <= 3
+
+
+def test_tokens_are_padded_to_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a mesh, for one token with a cache, or if tokens compete for experts."""
+
+    class Called(Exception):
+        pass
+
+    def program(*_: Any, **__: Any) -> Callable[..., Any]:
+        def call(tokens: Any, *_: Any) -> Any:
+            raise Called(np.shape(tokens)[1])
+
+        return call
+
+    def width(model: nnxmoe.CausalLM, tokens: int, cached: bool = False) -> int:
+        with pytest.raises(Called) as caught:
+            model(random_tokens(1, tokens), cache=model.empty_cache(1, 8) if cached else None)
+        return caught.value.args[0]
+
+    monkeypatch.setattr("nnxmoe.model.causal_lm.layerwise_program", program)
+    model = build_tiny("mixtral", nnxmoe.Strategy())
+    assert [width(model, length) for length in (1, 5, 64, 65)] == [64, 64, 64, 96]
+    assert width(model, 5, cached=True) == 64 and width(model, 1, cached=True) == 1
+    mesh = nnxmoe.make_mesh(data=1, devices=jax.devices()[:1])
+    for strategy in (nnxmoe.Strategy(mesh=mesh), nnxmoe.Strategy(dispatch=nnxmoe.Capacity(1.0))):
+        assert width(build_tiny("mixtral", strategy), 5) == 5
+
+
+@pytest.mark.parametrize("kinds", [["device"], ["device", "pinned_host"]])
+def test_offloading_needs_pinned_host_memory(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = types.SimpleNamespace(addressable_memories=lambda: [types.SimpleNamespace(kind=kind) for kind in kinds])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    remat = nnxmoe.Remat(offload=("up",))
+    if "pinned_host" in kinds:
+        remat(lambda x: x, scanned=False)
+        return
+    with pytest.raises(ValueError, match=r"only \['device'\] memory, not pinned_host"):
+        remat(lambda x: x, scanned=False)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.storage import multihost
 from nnxmoe.models import GptOss, GptOssConfig
 from nnxmoe.runtime import launch
 from nnxmoe.runtime.processes import initialize
@@ -231,6 +233,41 @@ def test_single_process(script: str) -> None:
 def test_invalid_timeouts(timeout: float) -> None:
     with pytest.raises(ValueError, match=r"timeout .seconds. must be a finite positive number"):
         initialize(timeout=timeout)
+
+
+def test_only_unconfigured_processes_run_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Options that do not describe the processes are not a configuration."""
+
+    def no_cluster(**_: object) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", no_cluster)
+    for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"):
+        monkeypatch.delenv(f"JAX_{name}", raising=False)
+    with caplog.at_level("INFO", logger="nnxmoe"):
+        initialize(timeout=5, local_device_ids=[0])
+    assert "running as a single process" in caplog.text
+    with pytest.raises(ValueError, match="coordinator_address should be defined"):
+        initialize(timeout=5, num_processes=2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_texts_for_several_processes_have_at_most_4000_bytes(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_text() -> str:
+        if fails:
+            raise CheckpointError("é" * 3000)
+        return "é" * 3000
+
+    assert multihost.broadcast_text(lambda: "é" * 3000) == "é" * 3000
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(multihost.multihost_utils, "broadcast_one_to_all", lambda data: data)
+    if not fails:
+        assert multihost.broadcast_text(compute_text) == "é" * 2000
+        return
+    with pytest.raises(CheckpointError):
+        multihost.broadcast_text(compute_text)
 
 
 @pytest.mark.commands

@@ -84,16 +84,18 @@ def test_compile_cache_is_kept_in_the_users_folder(tmp_path: Path) -> None:
 def test_compile_cache_without_a_writable_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is a message, not an error."""
+    """It is a message, not an error, and the settings of JAX are unchanged."""
     (tmp_path / "file").write_text("")
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
+    settings = dict(jax.config.values)
     try:
         with caplog.at_level("INFO", logger="nnxmoe"):
             assert nnxmoe.compile_cache(tmp_path / "file" / "below") is None
         assert "compiled programs are not cached" in caplog.text and compile_cache.VARIABLE in caplog.text
         monkeypatch.setenv(compile_cache.VARIABLE, "OFF")
         assert nnxmoe.compile_cache() is None
+        assert dict(jax.config.values) == settings
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

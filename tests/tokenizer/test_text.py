@@ -590,6 +590,14 @@ def test_arguments_unused_by_the_template_are_reported_once(caplog: pytest.LogCa
         tokenizer.apply_chat_template(HI, return_tensors="np")
 
 
+def test_unread_arguments_are_reported_up_to_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients of a server choose the names, so the set of reported names is bounded."""
+    tokenizer = made_with("{{ messages[0].content }}")
+    for number in range(150):
+        tokenizer.apply_chat_template(HI, **{f"unread_{number}": 1})
+    assert caplog.text.count("so it has no effect") == len(tokenizer._warned) == 101
+
+
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}"
 BLOCKS = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}<end>{% endfor %}"

@@ -23,7 +23,7 @@ import nnxmoe
 from nnxmoe import Tokenizer
 from nnxmoe.train.data import batches as data_module
 from nnxmoe.train.data import jsonl
-from nnxmoe.train.data.bad_records import BadRecords, DataError
+from nnxmoe.train.data.bad_records import BadRecords, DataError, RecordError
 from nnxmoe.train.data.batches import Batches, Rows, batches, place
 from nnxmoe.train.data.documents import Document, Documents, fill
 from nnxmoe.train.data.jsonl import JsonLines
@@ -360,6 +360,14 @@ def test_invalid_fractions_and_data_without_usable_records(tokenizer: Tokenizer)
     with pytest.raises(DataError, match="has 2 unusable records of 2, so there is nothing to train on"):
         Documents([{"text": ""}, {"text": " "}], tokenizer, 1)
     assert len(Documents([{"text": "a"}] * 71 + [{}] * 29, tokenizer, 0.29)) == 71
+
+
+def test_the_counter_of_bad_records_has_a_bounded_number_of_reasons() -> None:
+    bad = BadRecords(1)
+    for number in range(1, 1501):
+        bad.add(number, RecordError("fault", "x" * number))
+    assert bad.count == 1500 and len(bad._faults) == 1001
+    assert "500 records (1001, 1002, 1003, 1004, 1005, …): other reasons" in bad._text("record")
 
 
 ALTERNATE = (
@@ -998,6 +1006,14 @@ def test_rows_can_be_pickled(documents: Documents) -> None:
     copy = pickle.loads(pickle.dumps(Rows(documents, 32)))
     assert len(copy) == 70
     equal([copy[3]], [Rows(documents, 32)[3]])
+
+
+def test_rows_of_chats_without_an_answer_are_padding(tokenizer: Tokenizer) -> None:
+    """The question of the first chat is longer than a row."""
+    rows = Rows(Documents([chat("Hi " * 50, "yes"), chat("Hi", "yes")], tokenizer), 40)
+    assert len(rows) == 2 and all(len(array) == 40 for array in rows[0].values())
+    assert not rows[0]["loss_mask"].any() and not rows[0]["segment_ids"].any()
+    assert rows[1]["loss_mask"].any() and rows[1]["segment_ids"].any()
 
 
 @pytest.mark.grain

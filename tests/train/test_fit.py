@@ -1,6 +1,7 @@
 """``fit``: its result, bitwise resumption from a checkpoint, and errors."""
 
 import dataclasses
+import functools
 import gc
 import os
 import signal
@@ -25,6 +26,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import train
 from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.runtime import programs
+from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.runtime.static_key import static_key
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints
@@ -165,6 +168,18 @@ def on_another_mesh(folder: str) -> None:
         apart = np.abs(array.astype(np.float64) - state_of(done)[name])
         assert np.mean(apart < 1e-4) >= 0.99, name  # Adam divides near-zero gradients by their own magnitude
     assert {len(a.sharding.device_set) for a in done.state.params.values()} == {4}
+
+
+def test_restored_states_hold_the_arrays_of_the_checkpoint() -> None:
+    """Resuming needs no more memory than starting, because no array of the checkpoint is copied."""
+    step = Step(build_tiny("llama", PLAIN), optax.adam(0.1))
+    state = step.init()
+    arrays = step.saved(state)
+    restored = step.restored(arrays)
+    assert all(restored.params[name] is array for name, array in arrays["params"].items())
+    kept = {id(leaf) for leaf in jax.tree.leaves(arrays["moments"])}
+    assert kept and {id(leaf) for leaf in jax.tree.leaves(restored.moments)} == kept
+    assert restored.step is arrays["step"] and restored.key is arrays["key"]
 
 
 @pytest.mark.slow
@@ -659,6 +674,16 @@ def test_a_finished_run_can_be_evaluated(tmp_path: Path) -> None:
     assert measured["eval_seconds"] > 0
 
 
+@pytest.mark.slow
+def test_interrupted_fit_without_a_checkpoint_says_that_nothing_was_saved() -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        pytest.skip("SIGINT is ignored here, as in background jobs")
+    batch, options = {"tokens": random_tokens(2, 5)}, {"optimizer": optax.sgd(0.1), "steps": 4}
+    press = lambda progress: signal.raise_signal(signal.SIGINT) if progress.step == 1 else None  # noqa: E731
+    with pytest.raises(Interrupted, match=r"interrupted at step [12] of 4; nothing was saved: .* pass a checkpoint"):
+        fit(build_tiny("llama", PLAIN), [batch], callbacks=[press], **options)
+
+
 def test_default_checkpoints_are_those_of_a_folder(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, keep=5)
     assert (kept.keep, kept.every) == (5, 100) and not kept.due(1) and kept.due(100)
@@ -775,6 +800,17 @@ def test_what_changes_the_step_compiles_it_again(monkeypatch: pytest.MonkeyPatch
     with jax.default_matmul_precision("bfloat16"):
         loss()
     assert "jit(step)" in compiled
+
+
+def test_the_last_64_programs_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = programs._program  # a second cache with the same limit, so that other tests keep their programs
+    second = functools.lru_cache(**cache.cache_parameters())(cache.__wrapped__)
+    monkeypatch.setattr(programs, "_program", second)
+    made = [programs.shared_program(key, lambda x: x) for key in range(64)]
+    assert programs.shared_program(0, lambda x: x) is made[0]
+    programs.shared_program(64, lambda x: x)  # replaces the least recently used program
+    assert programs.shared_program(0, lambda x: x) is made[0]
+    assert programs.shared_program(1, lambda x: x) is not made[1]
 
 
 def test_static_keys_compare_what_functions_consist_of() -> None:
@@ -921,3 +957,27 @@ def after_a_mesh() -> None:
         assert [array.sharding for array in jax.tree.leaves(nnx.state(model))] == places
         assert model.strategy.mesh is None
     assert fit(model, [batch], **options).history[-1]["loss"] == alone
+
+
+def metrics_of_an_objective(mesh: Any) -> dict[str, float]:
+    """Loss and metrics of two microbatches with different values, with an objective that returns metrics."""
+    batch = {"tokens": random_tokens(4, 6), "weight": np.array([1.0, 2.0, 5.0, 7.0], np.float32)}
+
+    def weighted(model: nnxmoe.CausalLM, batch: Any) -> Any:
+        loss = jnp.mean(model(batch["tokens"]).logits[..., 0].mean(axis=1) * batch["weight"])
+        return loss, {"weight": jnp.mean(batch["weight"])}
+
+    options = {"optimizer": optax.sgd(0.1), "steps": 1, "accumulate": 2, "mesh": mesh}
+    done = fit(build_tiny("llama", PLAIN), [batch], objective=weighted, **options)
+    return {name: done.history[0][name] for name in ("loss", "weight")}
+
+
+def metrics_on_a_mesh_and_on_one_device() -> list[dict[str, float]]:
+    return [metrics_of_an_objective(mesh) for mesh in (nnxmoe.make_mesh(data=2, devices=jax.devices()[:2]), None)]
+
+
+@pytest.mark.slow
+def test_metrics_of_an_objective_on_a_mesh_are_means_over_microbatches(eight: Callable[..., Any]) -> None:
+    on_mesh, alone = eight(metrics_on_a_mesh_and_on_one_device)
+    assert on_mesh["weight"] == alone["weight"] == 3.75
+    assert on_mesh["loss"] == pytest.approx(alone["loss"], rel=1e-4)

@@ -658,6 +658,19 @@ def test_save_refuses_a_non_empty_folder(tmp_path: Path) -> None:
         lora.save(ready("llama"), tmp_path / "adapter")
 
 
+def test_overwriting_an_adapter_keeps_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    lora.save(ready("llama"), folder)
+    (folder / "notes.txt").write_text("kept")
+    before = (folder / "adapter_model.safetensors").read_bytes()
+    model = ready("llama")
+    for slot in adapted_slots(model):
+        slot.adapter.b.set_value(2 * slot.adapter.b.get_value())
+    lora.save(model, folder, overwrite=True)
+    assert (folder / "notes.txt").read_text() == "kept"
+    assert (folder / "adapter_model.safetensors").read_bytes() != before
+
+
 def test_adapters_of_queries_with_a_folded_scale(tmp_path: Path) -> None:
     """A model in MaxText's form, whose queries include 1 / sqrt(head_dim), reads and writes the same adapter."""
     model = build_tiny("llama", Strategy(), num_hidden_layers=2)

@@ -99,6 +99,20 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step for name, _, step in scalars if name == "loss"] == [1, 2]
 
 
+def test_tensorboard_writes_in_the_first_process_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    writer = SimpleNamespace(add_scalar=lambda *_: None, flush=lambda: None)
+    writer_of = SimpleNamespace(SummaryWriter=lambda folder: made.append(folder) or writer)
+    monkeypatch.setitem(sys.modules, "tensorboardX", writer_of)
+    log = train.TensorBoardLog(tmp_path)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    log(progress(1))
+    assert not made
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    log(progress(1))
+    assert made == [str(tmp_path)]
+
+
 class WandbRun:
     """The methods of `wandb.Run` (wandb 0.31) that `WandbLog` calls, with their parameters."""
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,25 @@ def gradients(accumulate: int = 1, **options: Any) -> Any:
     state = step.init()
     grads, losses = jax.jit(step.definition.gradients)(state, jax.tree.map(jnp.asarray, with_known()), state.key)
     return losses, grads
+
+
+def test_references_are_computed_when_a_batch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, read = list[int](), list[int]()
+
+    def program(batch: Any) -> Any:
+        computed.append(1)
+        return jnp.zeros((len(batch["tokens"]), 2))
+
+    def source() -> Iterator[Any]:
+        for number in range(2):
+            read.append(number)
+            yield pairs()
+
+    monkeypatch.setattr("nnxmoe.train.loop.preference.model_program", lambda *_: program)
+    batches = iter(train.with_reference(source(), tiny(1)))
+    assert not read and not computed
+    assert next(batches)["reference_logps"].shape[1] == 2
+    assert read == [0] and computed == [1]
 
 
 @pytest.mark.slow

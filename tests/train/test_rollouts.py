@@ -246,6 +246,14 @@ def test_data_that_are_not_prompts(data: Any) -> None:
         next(rollouts(build_tiny("mixtral"), objective(), data))
 
 
+def test_long_prompts_are_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = nnxmoe.Tokenizer.from_pretrained("demo")
+    records = [{"prompt": "Hi"}, {"prompt": "a small cat " * 20}]
+    batches = train.prompts(records, tokenizer, batch_size=1, seq_len=12, epochs=1, shuffle=False)
+    assert list(batches) == [[{"prompt": "Hi"}]]
+    assert "1 of 2 are skipped" in caplog.text
+
+
 def test_samples_are_dealt_to_minibatches() -> None:
     """All minibatches have the same number of rows, and a sample with a reward."""
     few = train.GRPO(lambda completions, **_: [i if i < 5 else None for i in range(len(completions))], **OPTIONS)
