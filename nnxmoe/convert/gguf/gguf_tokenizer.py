@@ -92,15 +92,19 @@ _ENDS = {
         "[e~[",
     ),
 }
-# Tokens for code infilling, which llama.cpp also treats as control tokens whatever their type.
+# Kind of a token for code infilling -> its known texts. llama.cpp treats them as control tokens whatever their type, if
+# the file has no id of this kind.
+_BAR = "\N{FULLWIDTH VERTICAL LINE}"
 _INFILL = {
-    *("<PRE>", "<SUF>", "<MID>", "▁<PRE>", "▁<SUF>", "▁<MID>", "<PAD>", "[PAD]", "<REPO>", "<reponame>"),
-    *("<|repo_name|>", "<|file_sep|>", "<|fim_repo|>", "<fim-repo>"),
-    *(f"<|{kind}{part}|>" for kind in ("", "code_", "fim_") for part in ("prefix", "suffix", "middle")),
-    *(f"<fim{sign}{part}>" for sign in "-_" for part in ("prefix", "suffix", "middle", "pad")),
-    *("<{0}fim▁{1}{0}>".format("\N{FULLWIDTH VERTICAL LINE}", part) for part in ("begin", "hole", "end")),
-    "<|fim_pad|>",
+    kind: {f"<|fim_{part}|>", f"<fim-{part}>", f"<fim_{part}>", *texts}
+    for kind, part, texts in (
+        ("pre", "prefix", ("<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>", f"<{_BAR}fim▁begin{_BAR}>")),
+        ("suf", "suffix", ("<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", f"<{_BAR}fim▁hole{_BAR}>")),
+        ("mid", "middle", ("<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>", f"<{_BAR}fim▁end{_BAR}>")),
+        ("pad", "pad", ("<PAD>", "[PAD]")),
+    )
 }
+_INFILL |= {"rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}, "sep": {"<|file_sep|>"}}
 
 
 def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
@@ -186,14 +190,16 @@ def _added(model: GGUF, tokens: tuple[str, ...], token_types: tuple[int, ...]) -
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
     ends, types = set(end_ids(model)), token_types or (1,) * len(tokens)
+    absent = [kind for kind in _INFILL if f"{_KEY}fim_{kind}_token_id" not in model.fields]
+    infill = {text for kind in absent for text in _INFILL[kind]}
     return [
         {
             **flags,
-            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS | _INFILL},
+            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS | infill},
             "rstrip": phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
         }
         for number, (text, token_type) in enumerate(zip(tokens, types, strict=True))
-        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or text in _INFILL or (number in ends and text in _ENDS))
+        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or text in infill or (number in ends and text in _ENDS))
     ]
 
 
