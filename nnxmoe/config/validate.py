@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,6 +82,14 @@ def check_type(name: str, value: Any, expected: Any, example: str) -> None:
     """Raise ValueError unless the value is an instance of ``expected`` (a class or a union of classes)."""
     if not isinstance(value, expected):
         raise ValueError(f"{name}={short(value)}: pass {example}")
+
+
+def iterator_of(name: str, value: Any, example: str) -> Iterator[Any]:
+    """Return an iterator of the value. Raises ValueError if the value is not iterable."""
+    try:
+        return iter(value)
+    except TypeError:
+        raise ValueError(f"{name}={short(value)}: pass {example}") from None
 
 
 def as_dtype(value: Any) -> Any:

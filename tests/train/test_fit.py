@@ -306,7 +306,15 @@ def test_unusable_objectives_and_optimizers() -> None:
         ({"objective": lambda model, batch: 1.0}, [1], "a batch must be a dict of arrays, got list"),
         ({"objective": lambda model, batch: 1.0, "bias_rate": 0.1}, batch, "but a function objective does not report"),
         ({"optimizer": "adam"}, batch, "optimizer='adam': pass an optax"),
+        ({"trainable": 5}, batch, "trainable=5: pass an NNX filter"),
+        ({"evaluate": lambda: [batch]}, batch, "evaluate=<function.*: pass a list of batches"),
+        ({"callbacks": 3}, batch, "callbacks=3: pass a list of functions"),
+        ({"callbacks": [3]}, batch, r"callbacks=\[3\]: pass a list of functions"),
+        ({"checkpoint": 3}, batch, "folder is 3: pass a path"),
     ]
+    for other in (None, 5, jnp.float32(1)):
+        with pytest.raises(ValueError, match=r"data=.*: pass an iterable of batches"):
+            fit(model, other, **settings())
     for options, data, message in wrong:
         with pytest.raises(ValueError, match=message):
             fit(model, [data], **settings(**{"bias_rate": 0.0} | options))

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from nnxmoe.axes import CONTEXT
+from nnxmoe.config.validate import iterator_of
 from nnxmoe.convert.storage.multihost import gather_texts
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
@@ -35,7 +36,7 @@ class BatchSource:
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.taken = data, 0
-        self.batches: Any = iter(data)
+        self.batches: Any = iterator_of("data", data, "an iterable of batches, such as train.batches(…)")
 
     @property
     def stride(self) -> int:

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import reject_unknown_arguments
-from nnxmoe.config.validate import check_type, whole_number
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_type, iterator_of, whole_number
 from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -83,12 +84,13 @@ def fit(
         ValueError: If arguments or data are invalid, or if the model or a batch cannot fit in
             memory. Memory is checked before compilation.
     """
+    _check_types(model, callbacks)
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = _on_training_mesh(model, model.strategy.mesh if mesh is None else mesh)
     step = _step(model, optimizer, options)
     data = _rollout_batches(data, step, seed, evaluate)
     limit = _limit(step, model, data)
-    if isinstance(checkpoint, str | os.PathLike):
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         stride = getattr(data, "stride", 1)
         checkpoint = Checkpoints(checkpoint, every=-(-100 // stride) * stride)
     with stopping() as stop:
@@ -100,6 +102,12 @@ def fit(
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)
         return fitted
+
+
+def _check_types(model: Any, callbacks: Any) -> None:
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
+    if not all(map(callable, iterator_of("callbacks", callbacks, "a list of functions"))):
+        raise ValueError(f"callbacks={short(callbacks)}: pass a list of functions")
 
 
 def _on_training_mesh(model: CausalLM, mesh: Mesh | None) -> CausalLM:

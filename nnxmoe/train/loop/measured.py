@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.arguments import KnownFields
-from nnxmoe.config.validate import set_positive
+from nnxmoe.config.validate import iterator_of, set_positive
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
@@ -154,6 +154,7 @@ class Evaluation(KnownFields):
     def __post_init__(self) -> None:
         if isinstance(self.batches, Iterator):
             raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
+        iterator_of("evaluate", self.batches, "a list of batches")
         set_positive(self, "every")
 
     def due(self, step: int, last: bool) -> bool:

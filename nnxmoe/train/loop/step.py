@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from nnxmoe.config.printable import short
 from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import replicated_place, require_values
@@ -50,6 +51,10 @@ class Step:
         accumulate: int = 1,
         bias_rate: float = 0.0,
     ):
+        try:
+            nnx.filterlib.to_predicate(trainable)
+        except (TypeError, ValueError):
+            raise ValueError(f"trainable={short(trainable)}: pass an NNX filter, such as nnx.Param") from None
         accumulate = whole_number("accumulate", accumulate, 1, 2**31)
         bias_rate = real_number("bias_rate", bias_rate, 0)
         if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
