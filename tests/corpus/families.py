@@ -50,6 +50,7 @@ ELSEWHERE = {
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
     "lfm2_moe": ("a layer with a window of null",),  # none of its layers has a window
+    "qwen4_exp_text": ("a layer with a window of null",),  # its layers have no windows either
     "phi3": (GROUPED,),  # queries, keys and values are one tensor
     "kimi_linear": (WIDER,),
     "kimi_k3": (WIDER,),
@@ -68,6 +69,13 @@ ELSEWHERE = {
         MORE_EXPERTS,
     ),
     "exaone_moe": ("a layer with a window of null",),
+    "granitemoe": (MORE_EXPERTS,),
+    "granitemoeshared": (MORE_EXPERTS,),
+    "granitemoehybrid": (MORE_EXPERTS, "a layer with a window of null"),
+    "hy_v4": (  # one kind of attention, which reads neither head_dim nor num_key_value_heads
+        *(WIDER, "grouped heads in latent attention", "a layer with a window of null", "an unknown kind of attention"),
+        *(MORE_EXPERTS, "experts in a dense layer"),
+    ),
     "hy_v3": ("a dense down projection transposed", "one dense layer more"),  # which is square
 }
 
