@@ -311,6 +311,10 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
             ("<|end|><|start|>assistant<|channel|>final Yes.<|return|>", "Yes."),
         )
     ),
+    ("harmony", "json", "json", []),
+    ("harmony", "<|channel|>The answer is 4.", "The answer is 4.", []),
+    ("mistral json", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]\n    indented', "\n    indented", [NOW]),
+    ("hermes", '<tool_call>\n{"name": "now", "index": 0, "description": "x"}\n</tool_call>', "", [NOW]),
     ("harmony", "<|channel|>final<|message|>So<|end|><|start|>assistant<|channel|>comm", "So", []),
     ("harmony", "<|channel|>commentary<|message|>I look.<|end|>Wait", "I look.\nWait", []),
     *(
@@ -516,6 +520,14 @@ def test_white_space_after_arguments_takes_linear_time(name: str) -> None:
         time.monotonic(),
     )
     assert parts(answer, [text[: text.index(JSON) + len(JSON)], *"\n" * 400])[2][-1] == BOTH[1]
+    assert time.monotonic() - since < 5
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
+def test_repeated_opening_tags_take_linear_time(name: str) -> None:
+    text = FORMATS[name].marks[0] * 200 + "x"
+    answer, since = AnswerForm(calls=ToolOptions(FORMATS[name], PARAMETERS)), time.monotonic()
+    parts(answer, [text])
     assert time.monotonic() - since < 5
 
 

@@ -110,7 +110,8 @@ class CallFormat:
         """Pattern of the text after the last call, or `None` if the answer ends after the last call."""
         if self.closing is None:
             return None
-        more_tags = rf"(?:\s*+(?:{'|'.join(map(re.escape, self.closing_tags))}))*+"  # models may repeat the tags
+        tags = "|".join(map(re.escape, self.closing_tags)) or "$."
+        more_tags = rf"(?:\s*+(?:{tags}))*+"  # models may repeat the tags
         if not self.closing:
             return re.compile(self.tail.pattern + more_tags)
         # White space after the closing text is content.
@@ -149,7 +150,8 @@ class CallFormat:
         """Pattern of the text between the arguments of a call and the next call."""
         between = _pattern(self.between.strip())
         marks = () if self.only_at_start else self.marks
-        openings = "|".join(map(_pattern, filter(None, (self.opening, *marks)))) or "$."  # models may repeat them
+        texts = dict.fromkeys(text.strip() for text in (self.opening, *marks))  # equal texts would match in many ways
+        openings = "|".join(map(_pattern, filter(None, texts))) or "$."  # models may repeat them
         return re.compile(rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+)*")
 
 

@@ -203,7 +203,8 @@ class CallSplit:
                 return None
             if name not in self._tools.parameters:
                 return None
-        if not body.keys() & {"arguments", "parameters"} and not body.keys() <= _FIELDS:
+        others = [value for key, value in body.items() if key not in _FIELDS]
+        if not body.keys() & {"arguments", "parameters"} and any(map(_holds_arguments, others)):
             return None  # the arguments are in a field with a different name
         arguments = body.get("arguments", body.get("parameters")) or {}
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
@@ -243,6 +244,10 @@ def _number(text: str) -> float | str:
 
 
 _DECODER = json.JSONDecoder(parse_constant=str, parse_float=_number)
+
+
+def _holds_arguments(value: Any) -> bool:
+    return bool(value) if isinstance(value, dict) else isinstance(value, str) and value.lstrip().startswith("{")
 
 
 def _loaded(text: str) -> dict[str, Any] | None:

@@ -19,7 +19,8 @@ ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # te
 _CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
 _HEADER_END = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
 _HEADER = re.compile(
-    r"(?:\s*(?:<\|(?:start|channel|constrain)\|>\s*\w*|to=[\w.-]*|(?:json|code)(?=\s*(?:\{|<\||$))))+\s*"
+    r"(?:\s*(?:<\|start\|>\s*(?:assistant)?|<\|channel\|>\s*(?:analysis|commentary|final|\w*$)?|<\|constrain\|>\s*\w*"
+    r"|to=[\w.-]*)(?:\s*(?:json|code)(?=\s*(?:\{|<\||$)))?)+\s*"
 )
 
 
