@@ -90,7 +90,8 @@ def reject_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
 class KnownFields:
     """Base class of dataclasses that reject unknown fields and suggest the most similar field.
 
-    Errors name ``callee``, by default the class.
+    Attributes:
+        callee: Name in error messages. Defaults to the name of the class.
     """
 
     callee = ""

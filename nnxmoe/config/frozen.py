@@ -7,11 +7,10 @@ from nnxmoe.config.validate import python_values
 
 
 class FrozenDict(Mapping[str, Any]):
-    """Hashable, immutable dict, whose nested dicts are immutable too. Can be a static argument of a jitted function."""
+    """Hashable, immutable dict. Nested dicts and lists are frozen as well. Can be a static argument of `jax.jit`."""
 
     def __init__(self, items: Mapping[str, Any]):
-        frozen = {name: FrozenDict(item) if isinstance(item, Mapping) else item for name, item in items.items()}
-        self._items = python_values(frozen)
+        self._items = python_values({name: _freeze(item) for name, item in items.items()})
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -32,8 +31,14 @@ class FrozenDict(Mapping[str, Any]):
         return self
 
 
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenDict(value)
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
+
+
 def thaw(value: Any) -> Any:
-    """Convert a FrozenDict to a dict and a tuple to a list, with all nested values."""
+    """Recursively convert FrozenDicts to dicts and tuples to lists."""
     if isinstance(value, FrozenDict):
         return {name: thaw(item) for name, item in value.items()}
     return [thaw(item) for item in value] if isinstance(value, tuple) else value

@@ -88,8 +88,8 @@ def iterator_of(name: str, value: Any, example: str) -> Iterator[Any]:
     """Return an iterator of the value. Raises ValueError if the value is not iterable."""
     try:
         return iter(value)
-    except TypeError:
-        raise ValueError(f"{name}={short(value)}: pass {example}") from None
+    except TypeError as error:
+        raise ValueError(f"{name}={short(value)}: pass {example}") from error
 
 
 def as_dtype(value: Any) -> Any:

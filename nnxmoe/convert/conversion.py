@@ -120,9 +120,9 @@ def detect_format(path_or_hub_id: str) -> str:
 class ConversionResult:
     """Result of a conversion. Speeds are in bytes per second.
 
-    ``difference`` is the largest absolute difference between the logits of the source, after ``dtype``, ``change`` and
-    ``quantize``, and of the target (None if not verified). ``roundings`` describes the tensors that the target format
-    rounds, which can explain the difference.
+    ``difference`` is the largest absolute difference between the logits of the source and of the target (None if not
+    verified). ``dtype``, ``change`` and ``quantize`` are applied to the source first. ``roundings`` describes the
+    tensors that the target format rounds, which can explain the difference.
     """
 
     source: str

@@ -49,8 +49,8 @@ class Completion:
         logprobs: log-probability of each new id. See `Request`.
         top: most likely ids per position. See `Request`.
         accepted: ``accepted[n]`` is the number of steps that accepted n draft tokens.
-        routing: experts of the prompt and of ``ids`` except the last. None unless requested, and for dense models
-            or without new ids.
+        routing: experts of the prompt and of ``ids`` except the last. None if not requested, for dense models, or
+            without new ids.
             See `Request`.
     """
 
@@ -111,7 +111,7 @@ def complete(
 
     Args:
         prompts: texts, chats (see `Tokenizer.apply_chat_template`) or token ids. An iterator is consumed before
-            generation starts. At least 64 first ids of all prompts, and prompts of several samples, are prefilled once.
+            generation starts. A prefix of at least 64 ids that all prompts share is prefilled once.
         tokenizer: a `Tokenizer`. Defaults to the tokenizer of the checkpoint, if it has one.
         sampling: sampling options. If None, decoding is greedy.
         stop: stop strings. The text is truncated before the first stop string.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.validate import as_python, check_positive, check_type, set_positive
@@ -92,7 +93,15 @@ class ModelBasedDraft(abc.ABC):
     def _of(cls, modules: Any, count: int) -> Self:
         check_positive(cls.__name__, "count", count := as_python(count))
         graph, tree, leaves = split_arrays(modules)
-        return cls(graph, tree, commit_arrays(leaves), count)
+        return cls(graph, tree, leaves, count)
+
+    def commit(self, place: Sharding | None) -> Self:
+        """Return a copy whose arrays are committed to the devices of ``place``, or by default to their own devices."""
+        leaves = commit_arrays(self.leaves, place)
+        if place is not None:
+            devices = place.device_set
+            leaves = [a if a.sharding.device_set == devices else jax.device_put(a, place) for a in leaves]
+        return dataclasses.replace(self, leaves=leaves)
 
     @property
     def modules(self) -> Any:

@@ -256,7 +256,7 @@ class Engine:
             self.step()
 
     def warm_up(self) -> None:
-        """Compile the programs for requests without a prefix and without a constraint, so that they need not wait."""
+        """Compile the programs of requests without a prefix or constraint, so that they do not wait for compilation."""
         prefix_cache, self._prefiller.prefix_cache = self.prefix_cache, PrefixCache(0)
         try:
             self._run_sizes()
@@ -264,7 +264,7 @@ class Engine:
             self._prefiller.prefix_cache = prefix_cache
 
     def _run_sizes(self) -> None:
-        """Run requests of all sizes for which programs are compiled."""
+        """Run requests of each prompt size and batch size that has a program."""
         options = RequestOptions(max_new_tokens=2, stop_ids=None)
         longest = min(self.capacity, self.model.config.max_position_embeddings) - options.max_new_tokens
         for length in (1, SMALL + 1, MAX_SMALL * SMALL + 1, LARGE + 1):

@@ -14,7 +14,7 @@ from nnxmoe.generation.passes import CacheSize, cache_bytes, unroll_for_decoding
 from nnxmoe.generation.request import EngineLimits
 from nnxmoe.generation.rows import Draft, LogitsProcessor, StepOptions
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.program import split_for_program
+from nnxmoe.model.program import replicated_place, split_for_program, split_once
 from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.sharding import batch_axes
 from nnxmoe.sharding_rules import shard_count
@@ -80,7 +80,7 @@ class EnginePlan:
         model = unroll_for_decoding(model)
         check_same_programs(self.model, model)
         draft = MTPDraft.of(model, self.draft.count) if isinstance(self.draft, MTPDraft) else self.draft
-        return dataclasses.replace(self, model=model, draft=draft)
+        return dataclasses.replace(self, model=model, draft=_commit_draft(draft, model))
 
 
 def check_same_programs(model: CausalLM, other: CausalLM) -> None:
@@ -135,7 +135,7 @@ def plan_engine(
         capacity=capacity,
         slots=slots,
         batch_shards=batch_shards,
-        draft=resolved,
+        draft=_commit_draft(resolved, model),
         cache_size=cache_size,
         grouping=grouping,
         step_options=StepOptions(
@@ -168,6 +168,13 @@ def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, c
             "Pass a draft model with the same tokenizer and vocab_size"
         )
     return resolved
+
+
+def _commit_draft(draft: Draft | None, model: CausalLM) -> Draft | None:
+    """Commit the arrays of a draft to the devices of the model."""
+    if not isinstance(draft, ModelBasedDraft):
+        return draft
+    return draft.commit(replicated_place(split_once(model)[1]))
 
 
 def _check_rope_length(model: CausalLM, capacity: int, lookahead: int, has_independent_rows: bool) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.arguments import reject_unknown_arguments
-from nnxmoe.config.validate import as_python, check_type, whole_number
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_type, iterator_of, whole_number
 from nnxmoe.generation.complete import load_tokenizer, map_numbered
 from nnxmoe.generation.ids import Ids, as_token_ids, check_ids
 from nnxmoe.generation.request import unusable_logits
@@ -89,10 +90,11 @@ def score(
         ValueError: if a text has no ids to score. Raised before computation starts.
     """
     check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
-    if isinstance(texts, str) or not isinstance(as_python(texts), Iterable):
-        raise ValueError(f"score takes a list of texts, got {texts!r:.40}: pass a single text in a list")
-    vocab = model.vocab_size
-    items = map_numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or load_tokenizer(model), vocab))
+    example = 'a list of texts, such as ["Hello"]'
+    if isinstance(texts, str):
+        raise ValueError(f"texts={short(texts)}: pass {example}")
+    vocab, listed = model.vocab_size, [*iterator_of("texts", texts, example)]
+    items = map_numbered("text", listed, lambda item: _split(item, lambda: tokenizer or load_tokenizer(model), vocab))
     if (top := whole_number("top", top, 0)) > vocab:
         raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")
     for number, (ids, start) in enumerate(items):

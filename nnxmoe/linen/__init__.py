@@ -135,8 +135,8 @@ def from_linen(
             accepts it.
 
     Raises:
-        ValueError: The tree does not fit. The message lists parameters without a row, missing
-            arrays, unused arrays and wrong shapes, up to 20.
+        ValueError: The tree does not fit. The message lists up to 20 problems: parameters
+            without a row, missing arrays, unused arrays and wrong shapes.
     """
     if mapping is not None:
         return from_mapping(params, config, mapping, strategy, mesh)

@@ -76,7 +76,7 @@ class Matching:
         self.ours, self.theirs, self.every = ours, theirs, every
         self.roles = frozenset[str]().union(*(a.words.roles for a in ours))
         shapes = [a.shape for a in ours if a.layers != OUTSIDE]
-        # As in MaxText, the layers are on axis 1 if that is their only possible axis in some parameter.
+        # MaxText stacks layers on axis 1. True if only axis 1 can be the layer axis of some parameter.
         self.layers_on_axis_1 = any(
             b.layers == OUTSIDE
             and b.shape[1:2] == (len(every),) != b.shape[:1]
@@ -213,7 +213,7 @@ class Matching:
     def _same_role(self, i: int, j: int) -> float:
         """Score pairs whose names have a common role, if the Linen name contains all other words of the NNX name.
 
-        A role that is unambiguous in this model scores higher. Pairs with an unknown role score negative.
+        A Linen name that has exactly one of the model's roles scores higher. A name without a role scores -1.
         """
         a, b = self.ours[i].words, self.theirs[j].words
         if not b.roles:

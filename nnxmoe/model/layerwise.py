@@ -64,7 +64,7 @@ def is_deep_on_cpu(model: Any) -> bool:
 class LayerwiseModel:
     """Model whose embedding, groups of consecutive layers and output head are separate compiled programs.
 
-    Groups of layers of equal structure share a program.
+    Groups of equal structure share a program.
 
     Args:
         model: A model for which `is_deep_on_cpu` is True.

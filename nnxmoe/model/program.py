@@ -182,7 +182,7 @@ def model_program(
         function: A module-level function. JAX caches programs by the function's identity.
         static: Indices of ``args`` that are hashable constants.
         donated: Indices of ``args`` whose buffers are donated.
-        commit: Whether to commit the model's arrays to their devices (see `commit_arrays`). The program must then not
+        commit: Whether to commit uncommitted arrays of the model (see `commit_arrays`). The program must then not
             be called inside a transformation.
 
     Raises:
@@ -193,7 +193,7 @@ def model_program(
 
 
 def split_for_program(model: Any, commit: bool = False) -> tuple["Structure", list[Array]]:
-    """Return the structure and the arrays of a model. With ``commit``, the arrays are committed to their devices.
+    """Return the structure and the arrays of a model. With ``commit``, commits the arrays (see `commit_arrays`).
 
     Raises:
         ValueError: The model is abstract, or `nnx.capture` collects values from the model.
@@ -211,8 +211,8 @@ def commit_arrays(tree: Any, place: Sharding | None = None) -> Any:
 
     Args:
         tree: Arrays. Committed arrays and other values are returned unchanged.
-        place: Where to put the arrays. Defaults to `replicated_place` of the arrays, or if none is committed, to
-            their current devices, without copying them (11 us per array).
+        place: Sharding for uncommitted arrays. Defaults to `replicated_place` of the tree. If no array is committed,
+            each array is committed to its current device, without a copy (11 us per array).
     """
     place = replicated_place(jax.tree.leaves(tree)) if place is None else place
 
@@ -229,8 +229,8 @@ def commit_arrays(tree: Any, place: Sharding | None = None) -> Any:
 def replicated_place(arrays: Iterable[Any]) -> Sharding | None:
     """Return a sharding that replicates to the devices of the committed arrays, or None if no array is committed.
 
-    If these arrays are on different devices, the array on most devices decides. Abstract arrays with a sharding count
-    as committed.
+    If the committed arrays have different sets of devices, the largest set is used. Abstract arrays with a sharding
+    count as committed.
     """
     concrete = [a for a in arrays if hasattr(a, "sharding") and not isinstance(a, Tracer)]
     places = [a.sharding for a in concrete if a.sharding is not None and getattr(a, "committed", True)]

@@ -28,7 +28,7 @@ class BlockedMatmul:
 
     Attributes:
         block: Rows per block. If ``None``, each group uses the smallest of several block sizes that fits the group.
-            Under differentiation, the number of block sizes is smaller or equal.
+            Under differentiation, at most as many block sizes are used.
     """
 
     block: int | None = None

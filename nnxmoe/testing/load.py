@@ -32,8 +32,8 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
             `nnxmoe.linen.propose_mapping` proposes a mapping.
 
     Raises:
-        ValueError: The tree does not fit. The message lists parameters without a row, missing
-            arrays, unused arrays, and arrays of a wrong shape or type, up to 20. The module is unchanged.
+        ValueError: The tree does not fit. The message lists up to 20 problems: parameters without a row, missing
+            arrays, unused arrays, and arrays of a wrong shape or type. The module is unchanged.
     """
     if not isinstance(module, nnx.Module) or isinstance(module, CausalLM):
         raise ValueError(

@@ -131,7 +131,7 @@ class Checkpoints:
 
         ``like`` is a nested dict of jax.ShapeDtypeStruct or arrays with the saved structure. Its shardings
         may be on any mesh. An array without a sharding is placed on the first device. Raises a
-        CheckpointError that lists missing and unexpected arrays, wrong shapes and wrong dtypes, up to 40.
+        CheckpointError that lists up to 40 missing arrays, unexpected arrays, wrong shapes and wrong dtypes.
         """
         folder = self.folder / f"step_{step}"
         remedy = f"move {folder} away to resume from an earlier step"

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import as_number, as_python
+from nnxmoe.config.validate import as_number, as_python, iterator_of
 
 RewardFn = Callable[..., Sequence[float | None]]
 """Function ``(prompts, completions, **fields) -> rewards``, one per sample, as in TRL. All arguments are keywords."""
@@ -46,9 +46,10 @@ def evaluate_rewards(
 
 def reward_functions(functions: RewardFn | Sequence[RewardFn]) -> tuple[RewardFn, ...]:
     """Return one or several reward functions as a tuple. Raises ValueError if there are none."""
-    sequence = tuple(functions) if isinstance(functions, Sequence) else (functions,)
+    example = "a function (prompts, completions, **fields), or several"
+    sequence = (functions,) if callable(functions) else tuple(iterator_of("reward", functions, example))
     if not sequence or not all(map(callable, sequence)):
-        raise ValueError(f"reward={short(functions)}: pass a function (prompts, completions, **fields), or several")
+        raise ValueError(f"reward={short(functions)}: pass {example}")
     return sequence
 
 

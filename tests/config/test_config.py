@@ -20,7 +20,7 @@ from nnxmoe import ConfigError
 from nnxmoe.apps.cli.tensor_headers import read_headers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.config_json import FP8_EXPERTS, PREDICTION
-from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.frozen import FrozenDict, thaw
 from nnxmoe.config.layer_types import PartialRopesConfig
 from nnxmoe.config.rope_parameters import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.convert.arrays.array_layout import parameters
@@ -1227,6 +1227,10 @@ def test_window_size_of_mimo_is_an_integer_of_any_library() -> None:
 
 def test_equal_configs_have_equal_hashes() -> None:
     """8 == 8.0, so configs that differ only in this must have equal hashes."""
+    nested = FrozenDict({"list": [{"a": 1}]})
+    with pytest.raises(TypeError):
+        nested["list"][0]["a"] = 2
+    assert thaw(nested) == {"list": [{"a": 1}]} and hash(nested) == hash(copy.deepcopy(nested))
     one, two = FrozenDict({"factor": 8, "betas": [1, 2]}), FrozenDict({"betas": (1, 2), "factor": 8.0})
     assert one == two and hash(one) == hash(two)
 

@@ -113,7 +113,9 @@ def test_rounded_queries_are_named_instead_of_verified(tmp_path: Path, capsys: p
         "bfloat16",
     ]
     assert cli.main([*line, "--quantize", "int8"]) == 0
-    assert "from the source's after --dtype bfloat16 --quantize int8" in capsys.readouterr().out.splitlines()[-1]
+    assert (
+        "(compared with the source after --dtype bfloat16 --quantize int8)" in capsys.readouterr().out.splitlines()[-1]
+    )
 
 
 @pytest.mark.slow

@@ -410,9 +410,10 @@ def test_infill_tokens_are_matched_whatever_their_type(tmp_path: Path) -> None:
     tokenizer = nnxmoe.Tokenizer.from_pretrained(llama_cpp.write(tmp_path / "infill.gguf", spm | tokens))
     # computed by llama.cpp
     assert tokenizer.encode("<PRE> abc<SUF>ab <PRE>") == [1, 287, 259, 280, 267, 277, 259, 287]
-    named = tokens | {"tokenizer.ggml.fim_pre_token_id": 5}  # then <PRE> is an ordinary token
-    tokenizer = nnxmoe.Tokenizer.from_pretrained(llama_cpp.write(tmp_path / "named.gguf", spm | named))
-    assert 287 not in tokenizer.encode("<PRE> abc")
+    for key in ("fim_pre", "prefix"):  # then <PRE> is an ordinary token
+        named = tokens | {f"tokenizer.ggml.{key}_token_id": 5}
+        tokenizer = nnxmoe.Tokenizer.from_pretrained(llama_cpp.write(tmp_path / f"{key}.gguf", spm | named))
+        assert 287 not in tokenizer.encode("<PRE> abc")
 
 
 def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:

@@ -312,6 +312,9 @@ def test_unusable_objectives_and_optimizers() -> None:
         ({"callbacks": [3]}, batch, r"callbacks=\[3\]: pass a list of functions"),
         ({"checkpoint": 3}, batch, "folder is 3: pass a path"),
     ]
+    told = list[Any]()
+    fit(model, [batch], **settings(steps=1, bias_rate=0.0, callbacks=(call for call in [told.append])))
+    assert len(told) == 1, "a generator of callbacks is not exhausted by the check"
     for other in (None, 5, jnp.float32(1)):
         with pytest.raises(ValueError, match=r"data=.*: pass an iterable of batches"):
             fit(model, other, **settings())
@@ -889,7 +892,8 @@ def on_several_devices() -> None:
             fit(fit(plain, [batch], **options).model, [batch], **options),
         ]
         generated = nnxmoe.generate(plain, batch["tokens"], max_new_tokens=3)
-        (completion,) = nnxmoe.complete(adapted, [[1, 2, 3]], max_new_tokens=3, draft=nnxmoe.PromptLookup(2))
+        draft = nnxmoe.ModelDraft.of(build_tiny("llama", PLAIN, seed=1), 2)
+        (completion,) = nnxmoe.complete(adapted, [[1, 2, 3]], max_new_tokens=3, draft=draft)
         score = nnxmoe.score(plain, [[1, 2, 3]])[0].total
         losses = [metrics["loss"] for done in runs for metrics in done.history]
         return [*losses, *generated.flat, *completion.ids, score]

@@ -62,5 +62,5 @@ def run(options: argparse.Namespace) -> None:
             changes = [
                 f"--{name} {value}" for name in ("dtype", "adapter", "quantize") if (value := vars(options)[name])
             ]
-            after = f" from the source's after {' '.join(changes)}" if changes else ""
-            print(f"verified: all arrays are equal; logits differ by at most {result.difference:.1e}{after}")
+            source = f" (compared with the source after {' '.join(changes)})" if changes else ""
+            print(f"verified: all arrays are equal; logits differ by at most {result.difference:.1e}{source}")

@@ -42,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         metavar="FILE",
         help='continue each prompt of a file ("-" reads stdin) and print a JSON line per sample. A prompt is a line of '
-        'text or an object {"prompt": …} or {"messages": …}, one per line or in a JSON array. Other fields of the '
-        "object that are not null are copied to the output. In FILE.txt every line is text",
+        'text or an object {"prompt": …} or {"messages": …}, one per line or in a JSON array. Other non-null '
+        "fields of the object are copied to the output. In FILE.txt every line is text",
     )
     add = parser.add_argument
     add(

@@ -71,8 +71,8 @@ def best_of(
 ) -> list[Plan]:
     """Return the best plans among meshes, batch sizes and, for training, with or without rematerialization.
 
-    Tries 1, 2, 4, … 64 rows per device and part of the batch, or per group of devices that shard rows over the axis
-    ``context``. The best plans have the most tokens per second, or the least memory if no plan fits. See `search`.
+    Tries 1, 2, 4, …, 64 rows per device and microbatch. With an axis ``context``, rows are counted per group of devices
+    that shard a row. The best plans have the most tokens per second, or the least memory if no plan fits. See `search`.
     """
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
     seq = check_positive("search", "seq", seq)
@@ -103,7 +103,7 @@ def _check_options(config: DecoderConfig, devices: int, microbatches: int | None
     Validates the options by planning a step on one device.
     """
     if "advise" in options:
-        raise ValueError("search plans every mesh without advice: omit advise, then plan the best mesh again")
+        raise ValueError("search does not support advise: omit it, and call plan(…, advise=True) for the best mesh")
     if options.get("compile_for") is not None:
         raise ValueError("search compares meshes by arithmetic: omit compile_for, then compile the best plan")
     if microbatches is not None and not options.get("train", True):

@@ -16,6 +16,7 @@ from nnxmoe.model.remat import Remat
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
+from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding_rules import RULES, Rules, check_rules
 
 # Fields of `Work` that only the arithmetic supports, because strategies or compiled steps do not implement them.
@@ -115,8 +116,6 @@ class Work(KnownFields):
         if self.reduce_dtype is not None:
             object.__setattr__(self, "reduce_dtype", floating_dtype("plan", "reduce_dtype", self.reduce_dtype))
         check_rules("plan", self.rules)
-        if self.reduce_dtype is not None:
-            object.__setattr__(self, "reduce_dtype", floating_dtype("plan", "reduce_dtype", self.reduce_dtype))
         if self.across is not None and not isinstance(self.across, str):
             raise ValueError(f"plan(across={short(self.across)}): use the name of a mesh axis, or None")
         check_quantize_options(self.quantize, keep_quantized=False)
@@ -164,12 +163,12 @@ class Work(KnownFields):
         has_options = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
         if has_options or self.rules is not RULES or not self.remat or self.offload:
             raise ValueError(
-                "set rules, microbatches, remat, offload, buffer_factor and chunks in the strategy, or "
-                "omit the strategy"
+                "rules, microbatches, remat, offload, buffer_factor and chunks are options of the strategy: omit them, "
+                "or omit the strategy"
             )
-        remat = strategy.remat or Remat()
-        if remat not in (Remat(), Remat(offload=("layer_input",))):
-            raise ValueError(f'{remat} cannot be planned: use None, Remat() or Remat(offload=("layer_input",))')
+        offload, remat = Remat(offload=("layer_input",)), strategy.remat
+        if self.train and remat not in (None, Remat(), offload):
+            logger.warning("the planned bytes exclude activations saved by %s: pass compile_for for exact bytes", remat)
         exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
         exchange, chunks = (
             (exchange.exchange, exchange.chunks) if isinstance(exchange, ChunkedExchange) else (exchange, 1)
@@ -179,7 +178,7 @@ class Work(KnownFields):
             rules=strategy.rules,
             reduce_dtype=strategy.reduce_dtype,
             remat=strategy.remat is not None,
-            offload=bool(remat.offload),
+            offload=remat == offload,
             buffer_factor=exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None,
             chunks=chunks,
             microbatches=None if strategy.pipeline is None else strategy.pipeline.microbatches,

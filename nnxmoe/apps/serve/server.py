@@ -25,7 +25,7 @@ from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer import Tokenizer
 
 BIASES = 64  # maximum number of logit biases per request
-KEPT = 4  # default size of the prefix cache, in slots
+PREFIX_CACHE_SLOTS = 4  # default size of the prefix cache
 CONNECTIONS = 1024
 HEAD_SECONDS = 30.0  # time limit for the request line and headers
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -47,7 +47,7 @@ def serving_engine(
         slots: See `Engine`.
         capacity: See `Engine`. Limited to the model's ``max_position_embeddings``.
         draft: See `Engine`.
-        prefix_bytes: See `Engine`. Defaults to the memory of `KEPT` slots of an engine without a draft.
+        prefix_bytes: See `Engine`. Defaults to the cache size of 4 slots, without the memory of a draft.
         return_routing: Whether requests may set ``return_routed_experts``.
     """
     rules = default_sampling(model).rules
@@ -55,8 +55,9 @@ def serving_engine(
     max_stop_ids = len(eos_ids(model, ...)) + ServerSettings.stops
     limits = EngineLimits(max_stop_ids, BIASES, CHAT_LOGPROBS, steps, return_routing=return_routing)
     capacity = min(capacity, model.config.max_position_embeddings)
-    cache_bytes_limit = KEPT * cache_bytes(model, 1, CacheSize(capacity, 0)) if prefix_bytes is None else prefix_bytes
-    return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=cache_bytes_limit)
+    if prefix_bytes is None:
+        prefix_bytes = PREFIX_CACHE_SLOTS * cache_bytes(model, 1, CacheSize(capacity, 0))
+    return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=prefix_bytes)
 
 
 def serve(

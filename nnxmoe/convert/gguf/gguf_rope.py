@@ -48,11 +48,13 @@ def rope_fields(model: GGUF, name: str, metadata: Mapping[str, Any], theta: floa
     _refuse_unused(scaling_type, scaling, refuse)
     is_scaled = scaling_type != "none" and factor != 1
     if name == "deepseek2":  # llama.cpp multiplies its attention scores by factors that config.json cannot express
-        if is_scaled and (scaling_type == "linear" or not scaling.get("yarn_log_multiplier")):
+        if is_scaled and scaling_type == "linear":
+            refuse("type", scaling_type)
+        if is_scaled and not scaling.get("yarn_log_multiplier"):
             refuse("type", scaling_type, " without yarn_log_multiplier")
         if scaling.get("attn_factor", 1) != 1:
             refuse("attn_factor", scaling["attn_factor"])
-    # The family's config defaults to YaRN, the file to no scaling.
+    # Without scaling keys, the config class defaults to YaRN, but llama.cpp applies no scaling.
     rope_scaling = {"rope_type": "default"} if name == "gpt-oss" else {}
     if factors is not None and (llama3 := _llama3(model, factors, theta)):
         if is_scaled:

@@ -92,19 +92,19 @@ _ENDS = {
         "[e~[",
     ),
 }
-# Kind of a token for code infilling -> its known texts. llama.cpp treats them as control tokens whatever their type, if
-# the file has no id of this kind.
+# Keys of a fill-in-the-middle (FIM) token -> known texts. If the file has no id under these keys, the tokens are
+# control tokens regardless of their type, as in llama.cpp.
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"
-_INFILL = {
-    kind: {f"<|fim_{part}|>", f"<fim-{part}>", f"<fim_{part}>", *texts}
-    for kind, part, texts in (
-        ("pre", "prefix", ("<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>", f"<{_BAR}fim▁begin{_BAR}>")),
-        ("suf", "suffix", ("<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", f"<{_BAR}fim▁hole{_BAR}>")),
-        ("mid", "middle", ("<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>", f"<{_BAR}fim▁end{_BAR}>")),
-        ("pad", "pad", ("<PAD>", "[PAD]")),
-    )
+_FIM: dict[tuple[str, ...], set[str]] = {
+    (f"fim_{part[:3]}", part): {f"<|fim_{part}|>", f"<fim-{part}>", f"<fim_{part}>", f"<|code_{part}|>", f"<|{part}|>"}
+    | {f"<{part[:3].upper()}>", f"▁<{part[:3].upper()}>", f"<{_BAR}fim▁{deepseek}{_BAR}>"}
+    for part, deepseek in (("prefix", "begin"), ("suffix", "hole"), ("middle", "end"))
 }
-_INFILL |= {"rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}, "sep": {"<|file_sep|>"}}
+_FIM |= {
+    ("fim_pad",): {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
+    ("fim_rep",): {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
+    ("fim_sep",): {"<|file_sep|>"},
+}
 
 
 def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
@@ -190,16 +190,16 @@ def _added(model: GGUF, tokens: tuple[str, ...], token_types: tuple[int, ...]) -
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
     ends, types = set(end_ids(model)), token_types or (1,) * len(tokens)
-    absent = [kind for kind in _INFILL if f"{_KEY}fim_{kind}_token_id" not in model.fields]
-    infill = {text for kind in absent for text in _INFILL[kind]}
+    absent = [keys for keys in _FIM if not any(f"{_KEY}{key}_token_id" in model.fields for key in keys)]
+    fim = {text for keys in absent for text in _FIM[keys]}
     return [
         {
             **flags,
-            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS | infill},
+            **{"id": number, "content": text, "special": token_type != _OWN or text in _ENDS | fim},
             "rstrip": phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
         }
         for number, (text, token_type) in enumerate(zip(tokens, types, strict=True))
-        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or text in infill or (number in ends and text in _ENDS))
+        if text and (token_type in (_UNKNOWN, _CONTROL, _OWN) or text in fim or (number in ends and text in _ENDS))
     ]
 
 

@@ -245,8 +245,8 @@ def _move_in(stage: Path, target: Path) -> None:
         )
     try:
         for name in names:
-            os.rename(stage / name, target / name)
             moved_paths.append(target / name)
+            os.rename(stage / name, target / name)
     except BaseException:
         for path in moved_paths:
             path.unlink(missing_ok=True)

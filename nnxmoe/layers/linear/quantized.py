@@ -102,7 +102,7 @@ class QuantizedKernel(Kernel):
     def _multiply(self, x: Float[Array, "*rows _"], dtype: Any, transpose: bool = False) -> Float[Array, "*rows _"]:
         """Return the product in ``dtype``.
 
-        The differentiated function contains the cast, so that gradients in 16 bits are not multiplied in float32.
+        The custom gradient includes the cast to ``dtype``, so 16-bit gradients are multiplied in 16 bits.
         """
         leaves, tree = jax.tree.flatten(self)
 

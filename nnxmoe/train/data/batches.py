@@ -119,7 +119,8 @@ class Batches(Iterator[Batch]):
         counts = [as_integer(number, -(2**31)) for number in share] if isinstance(share, tuple | list) else []
         if len(counts) != 2 or None in counts:
             raise ValueError(f"share={short(share)}: pass the index and the number of processes, such as (0, 4)")
-        if not 0 <= share[0] < share[1] or batch_size % share[1]:
+        index, processes = (count for count in counts if count is not None)
+        if not 0 <= index < processes or batch_size % processes:
             raise ValueError(
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"
             )
@@ -128,7 +129,7 @@ class Batches(Iterator[Batch]):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={short(value)}: use True or False")
         self.documents, self.batch_size, self.seq_len = documents, batch_size, seq_len
-        self.seed, self.shuffle, self.epochs, self.share = seed, shuffle, epochs, share
+        self.seed, self.shuffle, self.epochs, self.share = seed, shuffle, epochs, (index, processes)
         self.pack = pack and documents.may_share_rows
         self._position, self._rows = (0, 0, 0), self._rows_from(0, 0, 0)
 

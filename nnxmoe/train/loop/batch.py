@@ -75,17 +75,16 @@ def check_batch(batch: Batch) -> None:
     check_masks(batch)
 
 
-def check_masks(batch: Batch) -> None:
-    """Raise ValueError if a mask has values other than 0 and 1.
+def values_of(array: Any) -> np.ndarray:
+    """Return the values of an array. Empty for tracers, abstract arrays and arrays sharded over several processes."""
+    is_hidden = isinstance(array, Tracer | jax.ShapeDtypeStruct) or not getattr(array, "is_fully_addressable", True)
+    return np.empty(0, np.int32) if is_hidden else np.asarray(array)
 
-    Skips arrays whose values are unavailable: tracers, abstract arrays, and arrays sharded over several
-    processes.
-    """
+
+def check_masks(batch: Batch) -> None:
+    """Raise ValueError if a mask has values other than 0 and 1. Skips arrays without values, see `values_of`."""
     for name in MASKS:
-        array = batch.get(name, 0)
-        if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not getattr(array, "is_fully_addressable", True):
-            continue
-        values = np.asarray(array)
+        values = values_of(batch.get(name, 0))
         if (invalid := values[(values != 0) & (values != 1)]).size:
             raise ValueError(
                 f"{name} contains {invalid[0]}: use 1, or 0 to exclude a token. Pass the numbers of packed documents "

@@ -105,8 +105,9 @@ class JsonLog(_Log):
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+            is_finite = {n: not isinstance(value, float) or math.isfinite(value) for n, value in metrics.items()}
+            row = {name: value if is_finite[name] else None for name, value in metrics.items()}  # JSON has no NaN
+            file.write(json.dumps(row) + "\n")
 
 
 class CsvLog(_Log):

@@ -84,7 +84,8 @@ def fit(
         ValueError: If arguments or data are invalid, or if the model or a batch cannot fit in
             memory. Memory is checked before compilation.
     """
-    _check_types(model, callbacks)
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
+    callbacks = _functions(callbacks)
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = _on_training_mesh(model, model.strategy.mesh if mesh is None else mesh)
     step = _step(model, optimizer, options)
@@ -104,10 +105,11 @@ def fit(
         return fitted
 
 
-def _check_types(model: Any, callbacks: Any) -> None:
-    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
-    if not all(map(callable, iterator_of("callbacks", callbacks, "a list of functions"))):
+def _functions(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    functions = tuple(iterator_of("callbacks", callbacks, "a list of functions"))
+    if not all(map(callable, functions)):
         raise ValueError(f"callbacks={short(callbacks)}: pass a list of functions")
+    return functions
 
 
 def _on_training_mesh(model: CausalLM, mesh: Mesh | None) -> CausalLM:

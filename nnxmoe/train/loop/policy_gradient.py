@@ -31,7 +31,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from nnxmoe.config.validate import real_number, set_numbers
@@ -39,7 +38,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import Body
 from nnxmoe.moe.router import Routing
 from nnxmoe.train.advantages import AdvantageFn, group_advantages
-from nnxmoe.train.loop.batch import Batch, check_batch, targets_of
+from nnxmoe.train.loop.batch import Batch, check_batch, targets_of, values_of
 from nnxmoe.train.loop.loss import map_logits
 from nnxmoe.train.loop.objective import Losses, RouterLosses
 from nnxmoe.train.loop.policy_loss import (
@@ -157,9 +156,8 @@ class GRPO(RolloutOptions, RouterLosses):
                 f"{name}(kl={self.kl}) needs a reference: pass reference=train.lora.without for new adapters, or "
                 f"reference_model=… for a different model, or add {REFERENCE} to the batches"
             )
-        segments = batch.get("segment_ids")
-        if segments is not None and not isinstance(segments, Tracer) and np.max(segments) > shape[1]:
-            raise ValueError(f"segment_ids contains {np.max(segments)}: number the samples of each row from 1")
+        if (largest := np.max(values_of(batch.get("segment_ids", 0)), initial=0)) > shape[1]:
+            raise ValueError(f"segment_ids contains {largest}: number the samples of each row from 1")
 
     def count(self, batch: Batch) -> Counts:
         """Count the answer tokens, and the samples with answer tokens. Each count is at least 1."""

@@ -237,8 +237,9 @@ def _copies(arrays: dict[str, Array]) -> dict[str, Array]:
 def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]:
     """Return the sharding of each variable, and the sharding of replicated arrays.
 
-    Without a mesh, committed arrays stay on their devices, and other arrays are replicated to these devices. Raises
-    ValueError if arrays are on different devices, or on a mesh with explicit axes.
+    Without a mesh, committed arrays keep their shardings, and other arrays are replicated over the same devices. If no
+    array is committed, all arrays keep their shardings. Raises ValueError if arrays are on different devices, or on a
+    mesh with explicit axes.
     """
     if (mesh := model.strategy.mesh) is not None:
         places = {n: model.strategy.sharding_of(v) or v.get_value().sharding for n, (_, v) in variables.items()}
@@ -248,13 +249,14 @@ def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]
     replicated = replicated_place(values.values())
     if replicated is None:
         return places, next(iter(places.values()))
-    if isinstance(replicated, NamedSharding) and AxisType.Explicit in replicated.mesh.axis_types:
+    axis_types = replicated.mesh.axis_types if isinstance(replicated, NamedSharding) else ()
+    if replicated.num_devices > 1 and AxisType.Explicit in axis_types:
         raise ValueError(
             "the model's arrays are on a mesh with explicit axes: create it with "
             "axis_types=(jax.sharding.AxisType.Auto, …), or pass mesh=, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
         )
     places = {name: place if getattr(values[name], "committed", True) else replicated for name, place in places.items()}
-    if misplaced := [name for name, place in places.items() if place.device_set != replicated.device_set]:
+    if misplaced := [name for name, place in places.items() if place and place.device_set != replicated.device_set]:
         raise ValueError(
             f"{misplaced[0]} is on different devices than other arrays of the model: pass mesh=, such as "
             "mesh=nnxmoe.make_mesh(fsdp=-1), or put all arrays on the same devices"

@@ -67,8 +67,8 @@ def add(
         key = jax.random.key_data(rngs.params())
         if isinstance(key, Tracer):
             raise ValueError(
-                "rngs is traced, but the values of adapters are drawn with NumPy: call lora.add outside nnx.jit; for "
-                "an abstract model, call it with rngs=None after nnx.eval_shape"
+                "rngs is traced, but adapters are initialized with NumPy: call lora.add outside of nnx.jit. For an "
+                "abstract model, call nnx.eval_shape first, then lora.add with rngs=None"
             )
         seed = np.asarray(key).tolist()
         for slot, adapter in adapters:
