@@ -466,7 +466,7 @@ def test_remat_of_the_strategy_is_planned(caplog: pytest.LogCaptureFixture) -> N
         expected = nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, rules=made.work.rules, **options, **choice)
         assert made.bytes == expected.bytes, remat
     assert not caplog.text
-    nnxmoe.plan("mixtral-8x7b", {}, strategy=nnxmoe.Strategy(remat=Remat(save=["up"])), **options)
+    nnxmoe.plan("mixtral-8x7b", {}, strategy=nnxmoe.Strategy(remat=Remat(save=("up",))), **options)
     assert "the planned bytes exclude activations saved by Remat" in caplog.text
 
 
@@ -594,6 +594,16 @@ def test_decoding_reads_the_experts_that_rows_choose() -> None:
     assert read[0] == pytest.approx(2 * 12.75e9, rel=0.01) and read[1] == pytest.approx(2 * 46.6e9, rel=0.01)
 
 
+def _divides(model: str, mesh: dict[str, int]) -> bool:
+    """Whether a mesh divides the parameters of a preset. Some have an odd vocabulary or a single key head."""
+    try:
+        nnxmoe.plan(model, mesh, batch=4 * math.prod(mesh.values()), seq=64, advise=False)
+    except ValueError as error:
+        assert "does not divide" in str(error)
+        return False
+    return True
+
+
 def _refuse_other_costs(model: str, replicas: dict[str, int], within: dict[str, int], train: bool) -> None:
     """Fail unless every device of ``replicas`` times a mesh works as the devices of that mesh do alone."""
     rows, count = 4 * math.prod(within.values()), math.prod(replicas.values())
@@ -622,9 +632,9 @@ def test_replicas_cost_what_each_costs_alone(model: str, replicas: dict[str, int
 @pytest.mark.slow
 @pytest.mark.parametrize("model", PRESETS)
 def test_replicas_of_every_preset_cost_what_each_costs_alone(model: str) -> None:
+    meshes = [mesh for mesh in ({"tensor": 2}, {"expert": 2}, {"expert": 2, "tensor": 2}) if _divides(model, mesh)]
     for replicas, within in itertools.product(
-        ({"data": 8}, {"fsdp": 8}, {"pipe": 2, "data": 2, "fsdp": 2}),
-        ({}, {"tensor": 2}, {"expert": 2}, {"expert": 2, "tensor": 2}),
+        ({"data": 8}, {"fsdp": 8}, {"pipe": 2, "data": 2, "fsdp": 2}), ({}, *meshes)
     ):
         _refuse_other_costs(model, replicas, within, train=False)
         _refuse_other_costs(model, replicas, within, train=True)

@@ -1216,6 +1216,7 @@ def test_configs_are_frozen_and_hashable() -> None:
     assert ropes is not None and ropes["full_attention"]["rope_theta"] != 1, "to_hf returns a copy"
 
 
+@pytest.mark.wrong_types
 def test_window_size_of_mimo_is_an_integer_of_any_library() -> None:
     for size in (63, np.int64(63), np.int16(63)):
         assert (
