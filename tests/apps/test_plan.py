@@ -680,7 +680,7 @@ def test_meshes_that_are_none(mesh: Any) -> None:
         ({"reduce_dtype": "int8"}, r"plan\(reduce_dtype='int8'\): pass a floating-point dtype"),
         ({"reduce_dtype": "half a byte"}, r"plan\(reduce_dtype='half a byte'\)"),
         ({"remate": True}, r"plan\(\) has no argument 'remate'.*remat"),
-        ({"advise": True}, "omit advise"),
+        ({"advise": True}, "omit it, and call plan"),
         ({"most": 0}, r"search\(most=0\)"),
         ({"devices": "8"}, r"search\(devices='8'\): pass a positive integer"),
         (

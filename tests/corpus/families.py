@@ -40,6 +40,8 @@ TENSORS: dict[str, tuple[str, Change | None]] = {
 WIDER, GROUPED = "heads of four more", "as many key heads as query heads"
 PER_TOKEN = "num_experts_per_token", "top_k_experts", "num_experts_per_tok"
 MORE_EXPERTS = "as many experts again"  # other words where all are in one tensor
+# Families whose files have all experts of a layer in one tensor.
+JOINED = "granitemoe", "granitemoeshared", "granitemoehybrid", "hy_v4"
 # Faults that are none in a family, or that another field or tensor shows.
 ELSEWHERE = {
     "deepseek_v4": (WIDER, GROUPED, "groups that do not divide the experts", "more groups chosen than there are"),
@@ -69,12 +71,10 @@ ELSEWHERE = {
         MORE_EXPERTS,
     ),
     "exaone_moe": ("a layer with a window of null",),
-    "granitemoe": (MORE_EXPERTS,),
-    "granitemoeshared": (MORE_EXPERTS,),
-    "granitemoehybrid": (MORE_EXPERTS, "a layer with a window of null"),
+    "granitemoehybrid": ("a layer with a window of null",),
     "hy_v4": (  # one kind of attention, which reads neither head_dim nor num_key_value_heads
         *(WIDER, "grouped heads in latent attention", "a layer with a window of null", "an unknown kind of attention"),
-        *(MORE_EXPERTS, "experts in a dense layer"),
+        "experts in a dense layer",
     ),
     "hy_v3": ("a dense down projection transposed", "one dense layer more"),  # which is square
 }
@@ -118,7 +118,9 @@ def _changes(fields: Fields) -> Iterator[tuple[str, Fields, tuple[str, ...]]]:
         yield "more groups chosen than there are", {"n_group": 2, "topk_group": 3}, (CONFIG, "topk_group 3")
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):
         if count := fields.get(name):
-            yield MORE_EXPERTS, {name: 2 * count}, (f"experts.{count}.", "missing")
+            is_joined = fields["model_type"] in JOINED
+            named = (f"requires [{2 * count}, ",) if is_joined else (f"experts.{count}.", "missing")
+            yield MORE_EXPERTS, {name: 2 * count}, named
             per_token = next(name for name in PER_TOKEN if name in fields)
             yield "more experts per token than experts", {per_token: count + 1}, (CONFIG, f"{count + 1} is")
 

@@ -25,7 +25,7 @@ from nnxmoe.model.program import strip_metadata
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit, lora
 from tests.support.arrays import max_error
-from tests.support.running import compiled_in, variables
+from tests.support.running import compiled_in, tabulate, variables
 from tests.support.tiny import TINY, build_tiny, random_tokens, stacking_of
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
@@ -437,7 +437,7 @@ def test_user_parameter_without_axis_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mixtral", False), ("deepseek_v3", True)])
 def test_tabulate_lists_every_module(kind: str, scan: bool) -> None:
     model = made(kind, nnx.Rngs(0), stacking=stacking_of(scan))
-    table = nnx.tabulate(model, random_tokens(1, 4), console_kwargs={"width": 400, "force_terminal": False})
+    table = tabulate(model, random_tokens(1, 4), console_kwargs={"width": 400, "force_terminal": False})
     layer = "stacks/0/layer" if scan else "stacks/0/layers/1"
     for row in ("embed", f"{layer}/attention/o", f"{layer}/{'moe' if kind == 'mixtral' else 'mlp'}", "head"):
         assert f" {row} " in table, row

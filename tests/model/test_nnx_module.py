@@ -105,7 +105,7 @@ def test_adapters_of_abstract_models() -> None:
     lora.add(model, 2, rngs=nnx.Rngs(1))
     shapes = jax.tree.map(jax.typeof, nnx.state(model, nnx.LoRAParam))
     assert jax.tree.map(jax.typeof, nnx.state(abstract, nnx.LoRAParam)) == shapes
-    with pytest.raises(ValueError, match=r"call it with rngs=None after nnx\.eval_shape"):
+    with pytest.raises(ValueError, match=r"call nnx\.eval_shape first, then lora\.add with rngs=None"):
         nnx.eval_shape(lambda: lora.add(build_tiny("llama"), 2, rngs=nnx.Rngs(1)))
 
 
@@ -184,10 +184,6 @@ def test_capture(model: nnxmoe.CausalLM, run: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_capture_of_every_module(model: nnxmoe.CausalLM) -> None:
-    # nnx.tabulate leaves inherited methods on the classes (flax 0.12.8), and a captured `sow` calls itself.
-    for part_class in {type(part) for _, part in nnx.iter_modules(model)}:
-        for name in [name for name in vars(nnx.Module) if name in vars(part_class) and not name.startswith("_")]:
-            delattr(part_class, name)
     wanted: Any = model(IDS, return_hidden=True)
     state: Any
     out, state = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(IDS)
@@ -326,7 +322,7 @@ def test_copies_are_equal_and_apart(model: nnxmoe.CausalLM) -> None:
 
 @pytest.mark.slow
 def test_transformations(model: nnxmoe.CausalLM) -> None:
-    """`nnx.jit`, `nnx.grad`, `nnx.eval_shape`, `nnx.vmap` over an ensemble, `nnx.tabulate` and `print`."""
+    """`nnx.jit`, `nnx.grad`, `nnx.eval_shape`, `nnx.vmap` over an ensemble and `print`."""
     wanted = model(IDS).logits
     assert max_error(nnx.jit(lambda model, ids: model(ids).logits)(model, IDS), wanted) < 1e-5
     gradients = nnx.grad(cross_entropy)(model)

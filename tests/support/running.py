@@ -34,6 +34,21 @@ def compiled_in(run: Callable[[], Any]) -> int:
     return len(count)
 
 
+def tabulate(model: nnx.Module, *inputs: Any, **options: Any) -> str:
+    """`nnx.tabulate`, without the inherited methods that it leaves on classes (flax 0.12.8).
+
+    With them, `super()` in a family with several base classes skips classes.
+    """
+    classes = {base for _, part in nnx.iter_modules(model) for base in type(part).__mro__}
+    before = {base: {*vars(base)} for base in classes}
+    try:
+        return nnx.tabulate(model, *inputs, **options)
+    finally:
+        for base in classes:
+            for name in {*vars(base)} - before[base]:
+                delattr(base, name)
+
+
 def of_valid(valid: Any) -> Context | None:
     """The context of a `MoE` alone, with these tokens real; None: all are."""
     if valid is None:

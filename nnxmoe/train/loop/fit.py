@@ -84,10 +84,9 @@ def fit(
         ValueError: If arguments or data are invalid, or if the model or a batch cannot fit in
             memory. Memory is checked before compilation.
     """
-    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     callbacks = _functions(callbacks)
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
-    model = _on_training_mesh(model, model.strategy.mesh if mesh is None else mesh)
+    model = _on_training_mesh(model, mesh)
     step = _step(model, optimizer, options)
     data = _rollout_batches(data, step, seed, evaluate)
     limit = _limit(step, model, data)
@@ -113,11 +112,12 @@ def _functions(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
 
 
 def _on_training_mesh(model: CausalLM, mesh: Mesh | None) -> CausalLM:
-    """Return the model on the mesh, with `training_rules`. The rules of a model with adapters are not replaced.
+    """Return the model on the mesh, by default its own, with `training_rules`, unless it has adapters.
 
     If the model is already on this mesh, its arrays are not resharded. The state of the step has the new shardings.
     """
-    if mesh is None:
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
+    if mesh is None and (mesh := model.strategy.mesh) is None:
         return model
     check_type("mesh", mesh, Mesh, "a mesh, such as nnxmoe.make_mesh(fsdp=8)")
     has_adapters = bool(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
