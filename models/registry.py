@@ -62,7 +62,7 @@ class LazyTable(Mapping[str, Value]):
 
 
 class PresetTable(Mapping[str, Value]):
-    """A value per preset, from the families in `REGISTERED` or from presets.json.
+    """A value per preset, from the families in `REGISTERED` or from presets.json. Names are found in any case.
 
     Args:
         attribute: Attribute of `Family` that maps presets to values.
@@ -75,12 +75,13 @@ class PresetTable(Mapping[str, Value]):
 
     def __getitem__(self, name: str) -> Value:
         for family in reversed(REGISTERED.values()):
-            if name in (values := getattr(family, self._attribute)):
-                return values[name]
-        return self._published(name)
+            for preset, value in getattr(family, self._attribute).items():
+                if preset.lower() == name.lower():
+                    return value
+        return self._published(name.lower())
 
     def __contains__(self, name: object) -> bool:
-        return any(name == preset for preset in self)  # without the import of the preset's family
+        return any(str(name).lower() == preset.lower() for preset in self)  # without the import of the preset's family
 
     def __iter__(self) -> Iterator[str]:
         published = (name for name, entry in _published().items() if self._field in entry)
@@ -246,15 +247,8 @@ def _relative(model_type: Any) -> str:
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
     """Return the preset of this name. Returns None if the preset does not exist or a folder has this name."""
-    if not isinstance(name, str | os.PathLike) or os.path.isdir(name):
-        return None
-    known = _preset_name(name)
-    return None if known is None else PRESETS[known]
-
-
-def _preset_name(name: str | os.PathLike[str]) -> str | None:
-    """Return the preset that has this name in any case, or None."""
-    return next((known for known in PRESETS if known.lower() == str(name).lower()), None)
+    is_path = isinstance(name, str | os.PathLike)
+    return PRESETS.get(str(name)) if is_path and not os.path.isdir(name) else None
 
 
 def near_presets(name: str | os.PathLike[str]) -> str:
@@ -266,7 +260,7 @@ def near_presets(name: str | os.PathLike[str]) -> str:
 def refuse_preset(name: str | os.PathLike[str]) -> None:
     """Raise ConfigError if ``name`` is a preset, because presets have no weights. The error names the Hub id."""
     if preset(name) is not None:
-        hub_id = HUB_IDS.get(str(name).lower(), "its Hugging Face Hub id, such as 'org/name'")
+        hub_id = HUB_IDS.get(str(name), "its Hugging Face Hub id, such as 'org/name'")
         raise ConfigError(f"{name} is a preset, a config without weights: use {hub_id}, or a folder with weights")
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nnxmoe.config.validate import python_values
+from nnxmoe.config.validate import as_python
 
 
 class FrozenDict(Mapping[str, Any]):
     """Hashable, immutable dict. Nested dicts and lists are frozen as well. Can be a static argument of `jax.jit`."""
 
     def __init__(self, items: Mapping[str, Any]):
-        self._items = python_values({name: _freeze(item) for name, item in items.items()})
+        self._items = {name: _freeze(item) for name, item in items.items()}
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -34,7 +34,7 @@ class FrozenDict(Mapping[str, Any]):
 def _freeze(value: Any) -> Any:
     if isinstance(value, Mapping):
         return FrozenDict(value)
-    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else as_python(value)
 
 
 def thaw(value: Any) -> Any:

@@ -50,8 +50,7 @@ class Completion:
         top: most likely ids per position. See `Request`.
         accepted: ``accepted[n]`` is the number of steps that accepted n draft tokens.
         routing: experts of the prompt and of ``ids`` except the last. None if not requested, for dense models, or
-            without new ids.
-            See `Request`.
+            if there are no new ids. See `Request`.
     """
 
     prompt: int

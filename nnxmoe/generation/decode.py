@@ -61,7 +61,7 @@ def generate(
         pad id, or with its EOS id if there is no pad id. The dtype is the dtype of the prompts, or int32 if the prompts
         have a narrower dtype. With ``return_routing``, a tuple ``(ids, routing)``. ``routing [B, T_plus_new, L, X]``
         has the X experts of each token in the L MoE layers, in the smallest signed dtype. It is -1 for padding and for
-        the last id of a row, which was never an input. It is None for dense models and without new ids.
+        the last id of a row, which was never an input. It is None for dense models, or if there are no new ids.
 
     Raises:
         ValueError: if ids are outside the vocabulary, a prompt is empty, or the mask and ``tokens`` differ in

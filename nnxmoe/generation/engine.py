@@ -39,7 +39,7 @@ from nnxmoe.generation.request import (
 from nnxmoe.generation.request_routing import PassRouting
 from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, empty_rows, start_rows, step_rows
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.program import commit_arrays, replicated_place, split_once, warn_beyond_positions
+from nnxmoe.model.program import commit_arrays, warn_beyond_positions
 from nnxmoe.runtime.progress import logger
 
 
@@ -114,8 +114,7 @@ class Engine:
         mesh, tokens = plan.step_options.mesh, plan.cache_size.tokens
         initial_state = empty_rows(self._unused_row, self.slots, tokens, plan.step_width, memory, mesh)
         self._rows: Any  # None after the engine is closed
-        place = replicated_place(split_once(plan.model)[1])
-        self._rows, self._dropped = commit_arrays(initial_state, place)
+        self._rows, self._dropped = commit_arrays(initial_state, plan.place)
         self._cache: Any = None
         self._slots: list[Request | None] = [None] * self.slots
         self._active = np.zeros(self.slots, bool)  # slots whose rows are running, according to the reports read so far

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from nnxmoe.config.validate import check_object, check_type, whole_number
 from nnxmoe.generation import draft_cost
@@ -35,6 +36,7 @@ class EnginePlan:
         grouping: chooses which waiting prompts are prefilled together.
         step_options: static options of the compiled step.
         max_prefixes: number of prefixes whose caches fit in ``prefix_bytes``.
+        place: sharding that replicates to the devices of the model, or None if its arrays are uncommitted.
     """
 
     model: CausalLM
@@ -47,6 +49,7 @@ class EnginePlan:
     grouping: Grouping
     step_options: StepOptions
     max_prefixes: int
+    place: Sharding | None
 
     @property
     def step_width(self) -> int:
@@ -79,8 +82,10 @@ class EnginePlan:
         check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
         model = unroll_for_decoding(model)
         check_same_programs(self.model, model)
-        draft = MTPDraft.of(model, self.draft.count) if isinstance(self.draft, MTPDraft) else self.draft
-        return dataclasses.replace(self, model=model, draft=_commit_draft(draft, model))
+        draft = self.draft
+        if isinstance(draft, MTPDraft):
+            draft = MTPDraft.of(model, draft.count).commit(self.place)
+        return dataclasses.replace(self, model=model, draft=draft)
 
 
 def check_same_programs(model: CausalLM, other: CausalLM) -> None:
@@ -122,6 +127,7 @@ def plan_engine(
     mesh = model.strategy.mesh
     batch_shards = shard_count(mesh, batch_axes(mesh))
     slots += -slots % batch_shards
+    place = replicated_place(split_once(model)[1])
     resolved = _resolve_draft(model, draft, slots, capacity)
     lookahead = 0 if resolved is None else resolved.count
     _check_rope_length(model, capacity, lookahead, has_independent_rows=grouping is None)
@@ -135,13 +141,14 @@ def plan_engine(
         capacity=capacity,
         slots=slots,
         batch_shards=batch_shards,
-        draft=_commit_draft(resolved, model),
+        draft=resolved.commit(place) if isinstance(resolved, ModelBasedDraft) else resolved,
         cache_size=cache_size,
         grouping=grouping,
         step_options=StepOptions(
             limits.sampling, limits.max_logprobs, limits.tempered_logprobs, logits_processor, mesh
         ),
         max_prefixes=whole_number("prefix_bytes", prefix_bytes, 0) // max(bytes_per_prefix, 1),
+        place=place,
     )
     _check_memory(plan, plan.max_prefixes * bytes_per_prefix)
     return plan
@@ -168,13 +175,6 @@ def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, c
             "Pass a draft model with the same tokenizer and vocab_size"
         )
     return resolved
-
-
-def _commit_draft(draft: Draft | None, model: CausalLM) -> Draft | None:
-    """Commit the arrays of a draft to the devices of the model."""
-    if not isinstance(draft, ModelBasedDraft):
-        return draft
-    return draft.commit(replicated_place(split_once(model)[1]))
 
 
 def _check_rope_length(model: CausalLM, capacity: int, lookahead: int, has_independent_rows: bool) -> None:

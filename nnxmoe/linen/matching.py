@@ -213,7 +213,7 @@ class Matching:
     def _same_role(self, i: int, j: int) -> float:
         """Score pairs whose names have a common role, if the Linen name contains all other words of the NNX name.
 
-        A Linen name that has exactly one of the model's roles scores higher. A name without a role scores -1.
+        Linen names with exactly one role of the model score higher. Linen names without a role score -1.
         """
         a, b = self.ours[i].words, self.theirs[j].words
         if not b.roles:

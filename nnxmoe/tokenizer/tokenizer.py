@@ -336,8 +336,8 @@ class TextStream:
     ) -> None:
         is_nnxmoe = isinstance(tokenizer, Tokenizer)
         if not is_nnxmoe and not hasattr(tokenizer, "all_special_ids"):
-            kind = type(tokenizer).__name__
-            raise ValueError(f"tokenizer is a {kind}: pass an nnxmoe.Tokenizer, or a tokenizer of transformers")
+            class_name = type(tokenizer).__name__
+            raise ValueError(f"tokenizer is a {class_name}: pass an nnxmoe.Tokenizer, or a tokenizer of transformers")
         self._decoder = tokenizer.decode_list if is_nnxmoe else tokenizer.decode
         self._special = (tokenizer.special_ids if is_nnxmoe else frozenset(tokenizer.all_special_ids)) - keep
         self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep

@@ -137,7 +137,7 @@ def summarize(
     weights, active_bytes = _weight_bytes(model, config, jnp.dtype(dtype))
     with contextlib.suppress(ConfigError):  # raised if the model has no prediction layers
         model.mtp = model_type(config, rngs=None, dtype=dtype, mtp=True).mtp
-    published = filter(None, (HUB_IDS.get(str(name).lower()), CHECKPOINT_NOTES.get(str(name).lower())))
+    published = filter(None, (HUB_IDS.get(str(name)), CHECKPOINT_NOTES.get(str(name))))
     return Summary(
         source=str(name),
         config=config,

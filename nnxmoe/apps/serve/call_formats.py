@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 NAME = r"(?P<name>[\w.-]+)"
 _SPACES = r"\s*+"  # possessive, so that matching long white space takes linear time
@@ -110,13 +110,12 @@ class CallFormat:
         """Pattern of the text after the last call, or `None` if the answer ends after the last call."""
         if self.closing is None:
             return None
-        tags = "|".join(map(re.escape, self.closing_tags)) or "$."
-        more_tags = rf"(?:\s*+(?:{tags}))*+"  # models may repeat the tags
+        repeated_tags = rf"(?:\s*+(?:{_any_of(self.closing_tags)}))*+"
         if not self.closing:
-            return re.compile(self.tail.pattern + more_tags)
+            return re.compile(self.tail.pattern + repeated_tags)
         # White space after the closing text is content.
         closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"
-        return re.compile(f"(?:{self.tail.pattern})?{closing}{more_tags}")
+        return re.compile(f"(?:{self.tail.pattern})?{closing}{repeated_tags}")
 
     @property
     def closing_tags(self) -> list[str]:
@@ -133,7 +132,7 @@ class CallFormat:
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
         """Pattern that matches the remainder of a call's end at the start of a text."""
-        tags = "|".join(map(re.escape, self.closing_tags)) or "$."
+        tags = _any_of(self.closing_tags)
         brace = r"\s}" if self.is_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
 
@@ -153,6 +152,11 @@ class CallFormat:
         texts = dict.fromkeys(text.strip() for text in (self.opening, *marks))  # equal texts would match in many ways
         openings = "|".join(map(_pattern, filter(None, texts))) or "$."  # models may repeat them
         return re.compile(rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+)*")
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """Return a regular expression that matches any of the texts, and nothing if there are none."""
+    return "|".join(map(re.escape, texts)) or "$."
 
 
 def _pattern(text: str, newline: str = _SPACES) -> str:

@@ -86,7 +86,7 @@ def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, t
         components = strip_boxes(name).split("/")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, int) else None)
         is_integer = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
-        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)  # whatever its name
+        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)  # random keys may have any name
         leaf = "key" if is_key else components[-1]
         for state, (branch_names, integer_names) in _STATES.items():
             index = next((position for position, component in enumerate(components) if component in branch_names), None)

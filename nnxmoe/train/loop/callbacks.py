@@ -105,8 +105,10 @@ class JsonLog(_Log):
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            is_finite = {n: not isinstance(value, float) or math.isfinite(value) for n, value in metrics.items()}
-            row = {name: value if is_finite[name] else None for name, value in metrics.items()}  # JSON has no NaN
+            row = {  # JSON has no NaN
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in metrics.items()
+            }
             file.write(json.dumps(row) + "\n")
 
 
