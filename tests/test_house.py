@@ -172,6 +172,15 @@ REPEATED_FILES: set[str] = set()
 MAX_PARAMETERS, MAX_LINES = 10, 60
 
 
+def test_literals_in_docstrings_are_closed() -> None:
+    """A letter directly after the closing backticks makes the build of the site fail."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module, tree in TREES.items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, documented)):
+            rest = re.sub(r"``[^`]+``(?!\w)", "", ast.get_docstring(node) or "")
+            assert "``" not in rest, f"{module}, line {node.body[0].lineno}"
+
+
 def repeated(names: Iterable[str]) -> set[str]:
     return {name for name, count in collections.Counter(names).items() if count > 1}
 

@@ -272,7 +272,7 @@ class ScannedStack(nnx.Module):
 
 
 def _unstacked(array: Any, count: int, place: Any) -> Sequence[Any]:
-    """Slice the array along axis 0. Returns ``None``s if the array is abstract."""
+    """Slice the array along axis 0. Each is ``None`` if the array is abstract."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return [None] * count
     return _unstack(count, place)(array)

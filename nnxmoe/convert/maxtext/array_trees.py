@@ -71,7 +71,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def strip_boxes(name: str) -> str:
-    """Remove the suffixes ``/value`` of saved boxes and ``nnx.State``s, which may be nested."""
+    """Remove the suffixes ``/value`` of saved boxes and of `nnx.State`, which may be nested."""
     return re.sub("(/value)+$", "", name)
 
 

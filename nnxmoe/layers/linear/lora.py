@@ -22,7 +22,7 @@ class UnmergeValue(nnx.Variable):
 class LoRA(nnx.Module):
     """LoRA adapter of a kernel ``[*lead, *outs, *ins]``.
 
-    Both matrices are ``nnx.LoRAParam``s. Training updates only adapters and freezes the rest of the model.
+    Both matrices are of type ``nnx.LoRAParam``. Training updates only adapters and freezes the rest of the model.
 
     Attributes:
         a: Matrix ``[*lead, rank, *ins]``.
