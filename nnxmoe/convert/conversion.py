@@ -25,6 +25,7 @@ from nnxmoe.convert.hf import pretrained
 from nnxmoe.convert.hf.auxiliary_files import has_tokenizer, read_config, read_generation_config
 from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
 from nnxmoe.convert.maxtext import layout
+from nnxmoe.convert.maxtext.array_trees import split_off_states
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, normalize_prefixes
@@ -69,8 +70,9 @@ def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
 
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
-    """Read a MaxText checkpoint, except the duplicates of the router biases (`maxtext.BIASES`)."""
-    return contextlib.nullcontext({name: a for name, a in maxtext.read(folder).items() if maxtext.BIASES not in name})
+    """Read the parameters of a MaxText checkpoint, except the duplicates of the router biases (`maxtext.BIASES`)."""
+    arrays, _ = split_off_states(maxtext.read(folder))
+    return contextlib.nullcontext({name: a for name, a in arrays.items() if maxtext.BIASES not in name})
 
 
 FORMATS = {

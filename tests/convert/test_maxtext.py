@@ -241,7 +241,11 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("boxes", [0, 1, 2])
-@pytest.mark.parametrize("around", ["", "params/", "params/params/", "model/", "state/model/", "model/params/"])
+@pytest.mark.parametrize(
+    "around",
+    ["", "params/", "params/params/", "model/", "state/model/", "model/params/", "train_state/params/"]
+    + ["items/params/params/", "default/train_state/model/", "target/model_params/", "train_state/items/"],
+)
 def test_nested_training_states_are_skipped_and_reported(around: str, boxes: int) -> None:
     """States of random generators and optimizers are skipped. Other arrays, such as EMA weights, raise by name."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
@@ -335,6 +339,32 @@ def test_variables_of_nnx_and_values_in_boxes_are_read(caplog: pytest.LogCapture
     boxed = jax.tree.map(lambda a: {"value": a}, nested(params_of("mixtral_scanned")))
     model = maxtext.from_tree(boxed, config_of("mixtral_scanned"))
     identical(flat(maxtext.to_tree(model)), params_of("mixtral_scanned"))
+
+
+BOXES: dict[str, Callable[[Any], Any]] = {
+    "value": lambda a: {"value": a, "sharding": None},
+    "raw_value": lambda a: {"raw_value": a, "sharding": None},
+    "names": lambda a: {"value": a, "names": ("embed", None), "mesh": None},
+    "text": lambda a: {"value": {"raw_value": a, "sharding_names": "embed"}, "sharding": None},
+    "both": lambda a: {"value": a, "raw_value": a + 1, "sharding": ("embed", None)},
+}
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_fields_of_boxes_are_no_arrays(box: str, tmp_path: Path) -> None:
+    """As old releases of NNX have them; in trees and in files below levels of a training state."""
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    boxed = jax.tree.map(lambda a: BOXES[box](jnp.asarray(a)), nested(params))
+    state = {"params": boxed, "step": jnp.int32(3), "opt_state": (None, [{"mu": boxed, "count": jnp.int32(3)}])}
+    wrapped = {"train_state": state, "batch_stats": {}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", wrapped | {"name": "run", "rngs": None})
+    for model in (maxtext.from_tree(wrapped, config), maxtext.load(tmp_path / "run", config)):
+        identical(flat(maxtext.to_tree(model)), params)
+        assert model.load_report is not None
+        skipped = dict(model.load_report.skipped)
+        assert set(skipped.pop("state of training")) == {"train_state/step", "train_state/opt_state"}
+        assert set(skipped) == ({"raw values of boxes with a value"} if box == "both" else set())
 
 
 def test_layers_scanned_on_the_first_axis() -> None:

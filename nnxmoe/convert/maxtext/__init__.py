@@ -54,8 +54,9 @@ from nnxmoe.runtime.progress import bytes_bar, logger
 _MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``.
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of router correction biases.
 _BARE = ("decoder", "token_embedder")  # Top-level names of a tree without ``params``.
-_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # Top-level names in a checkpoint folder.
-_LEVELS = ("params", "model", "state")  # Levels that may enclose a tree, in any number and order.
+# Levels that may enclose a tree, in any number and order: of MaxText, Flax's TrainState and items of Orbax.
+_LEVELS = ("params", "model", "model_params", "state", "train_state", "items", "default", "target")
+_TOPS = (*_LEVELS, "nnx_aux", *_BARE, _MTP)  # Top-level names in a checkpoint folder.
 _AROUND = re.compile(
     rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
     rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
@@ -107,7 +108,7 @@ def from_tree(
 
     Args:
         tree: Nested mappings of arrays. Layers may be scanned, values may be boxed, and the tree may be nested under
-            ``params``, ``model`` or ``state``. The state of optimizers and random number generators is skipped and
+            ``params``, ``model``, ``train_state`` and other levels of checkpoints. The state of optimizers and random number generators is skipped and
             listed in ``load_report.skipped``.
         config: Config of the model.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
@@ -157,7 +158,7 @@ def _model(
     layers_first = _layers_first({name: array.shape for name, (array, aux) in names.items() if not aux}, layouts)
     # In MaxText 0.2.5, layers are also on axis 0 in ``nnx_aux``, and in the router biases of NNX model states.
     bias = f"/{family_of(model).maxtext.table.get('layer.moe.router.bias', ('',))[0]}"
-    is_nnx = any(re.match("(params/|state/)*model/", name) for name in tree_arrays)
+    is_nnx = any(re.match(f"(({'|'.join(_LEVELS)})/)*model/", name) for name in tree_arrays)
     biases = {name: names[name][0].shape for name in stacked_names & names.keys() if name.endswith(bias)}
     swapped_names = {n for n, s in biases.items() if s == layouts[n].shape[::-1] and (is_nnx or s != layouts[n].shape)}
     arrays = {

@@ -15,6 +15,8 @@ from nnxmoe.config.printable import some
 Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
+_VALUES = ("value", "raw_value")  # Names of the array in a saved box.
+_BOX_METADATA = ("sharding", "sharding_names", "names", "mesh")  # Fields of saved boxes beside the array.
 # Type of state -> names of branches, and names of integer arrays, that contain this state anywhere in a tree.
 _STATES = {
     "state of random number generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
@@ -61,8 +63,10 @@ def flatten_tree(tree: Tree) -> dict[str, Any]:
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
+        is_box = any(name in tree for name in _VALUES)
         for name, branch in tree.items():
-            yield from _leaves(branch, (*path, str(name)))
+            if not (is_box and name in _BOX_METADATA):
+                yield from _leaves(branch, (*path, str(name)))
         return
     value = tree.unbox() if isinstance(tree, meta.AxisMetadata) else tree
     value = tree.get_value() if isinstance(tree, nnx.Variable) else value
@@ -72,17 +76,20 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 def strip_boxes(name: str) -> str:
     """Remove the suffixes ``/value`` of saved boxes and of `nnx.State`, which may be nested."""
-    return re.sub("(/value)+$", "", name)
+    return re.sub(f"(/({'|'.join(_VALUES)}))+$", "", name)
 
 
 def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
-    """Separate parameters from the state of training and of random number generators.
+    """Separate parameters from the state of training and of random number generators, and from second arrays of boxes.
 
     Returns:
         Tuple of the values that may be parameters, by name, and the names of skipped branches, by type of state.
     """
     parameters, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in values.items():
+        if name.endswith("/raw_value") and name.removesuffix("raw_value") + "value" in values:
+            skipped.setdefault("raw values of boxes with a value", set()).add(name)
+            continue
         components = strip_boxes(name).split("/")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, int) else None)
         is_integer = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)

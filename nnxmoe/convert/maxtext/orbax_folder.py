@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
+from orbax.checkpoint.metadata import StringMetadata
 
 from nnxmoe.config.printable import some
 from nnxmoe.convert.arrays.boxes import Box, sizes
@@ -99,7 +100,11 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 
     ``kinds`` are additional pairs of (leaf type, handler). Integers and JAX arrays always have handlers.
     """
-    default_handlers = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
+    default_handlers = [
+        (int, type_handlers.ScalarHandler()),
+        (str, type_handlers.StringHandler()),
+        (jax.Array, type_handlers.ArrayHandler()),
+    ]
     registry = type_handlers.create_type_handler_registry(*default_handlers, *kinds)
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
 
@@ -160,18 +165,19 @@ class _Opener(type_handlers.NumpyHandler):
 
 
 def top_level_names(folder: Path) -> list[str]:
-    """Return the top-level names of the tree in a folder."""
-    return list(_stored(folder)[1])
+    """Return the top-level names of the tree in a folder, without empty branches."""
+    return [name for name, branch in _stored(folder)[1].items() if jax.tree.leaves(branch)]
 
 
 def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return (handler for reading, metadata of the tree in a folder)."""
+    """Return (handler for reading, metadata of the tree in a folder without strings)."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} contains no Orbax checkpoint: _METADATA is missing")
     check_orbax_path(folder)
     reader = handler((np.ndarray, _Opener()))
     with _readable(folder):
-        return reader, dict(reader.metadata(folder).tree)
+        tree = dict(reader.metadata(folder).tree)
+    return reader, jax.tree.map(lambda leaf: None if isinstance(leaf, StringMetadata) else leaf, tree)
 
 
 def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
