@@ -430,6 +430,18 @@ def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
         nnxmoe.Tokenizer.from_pretrained(file)
 
 
+def test_padding_and_separators_of_infill_prompts_end_generation(tmp_path: Path) -> None:
+    """As llama.cpp lists them: found by their texts, or the id of a key, which comes before texts."""
+    spm, key = llama_cpp.sentencepiece(), "tokenizer.ggml."
+    names = {"1": "<|fim_pad|>", "o": "<reponame>", "h": "<|file_sep|>", "d": "<PRE>"}
+    tokens = [names.get(token, token) for token in spm[f"{key}tokens"]]
+    for named, texts in (({}, set(names.values()) - {"<PRE>"}), ({f"{key}fim_pad_token_id": 5}, {"<|file_sep|>"})):
+        named |= {f"{key}fim_rep_token_id": 6} if named else {}
+        file = llama_cpp.write(tmp_path / f"{len(named)}.gguf", spm | {f"{key}tokens": tokens} | named)
+        wanted = {2, tokens.index("<|im_end|>"), *map(tokens.index, texts), *named.values()}
+        assert set(nnxmoe.from_pretrained(file).config.eos_token_id) == wanted
+
+
 def test_files_without_the_suffix_are_found_by_their_first_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

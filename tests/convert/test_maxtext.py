@@ -243,8 +243,10 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("boxes", [0, 1, 2])
 @pytest.mark.parametrize(
     "around",
-    ["", "params/", "params/params/", "model/", "state/model/", "model/params/", "train_state/params/"]
-    + ["items/params/params/", "default/train_state/model/", "target/model_params/", "train_state/items/"],
+    [
+        *("", "params/", "params/params/", "model/", "state/model/", "model/params/", "train_state/params/"),
+        *("items/params/params/", "default/train_state/model/", "target/model_params/", "train_state/items/"),
+    ],
 )
 def test_nested_training_states_are_skipped_and_reported(around: str, boxes: int) -> None:
     """States of random generators and optimizers are skipped. Other arrays, such as EMA weights, raise by name."""

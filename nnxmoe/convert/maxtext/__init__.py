@@ -108,8 +108,8 @@ def from_tree(
 
     Args:
         tree: Nested mappings of arrays. Layers may be scanned, values may be boxed, and the tree may be nested under
-            ``params``, ``model``, ``train_state`` and other levels of checkpoints. The state of optimizers and random number generators is skipped and
-            listed in ``load_report.skipped``.
+            levels such as ``params``, ``model`` or ``train_state``. The state of optimizers and random number
+            generators is skipped and listed in ``load_report.skipped``.
         config: Config of the model.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
