@@ -7,13 +7,14 @@ loaded.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, number
 from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
 from nnxmoe.layers.attention.gqa import OutputGate
 from nnxmoe.layers.context import Attention
+from nnxmoe.layers.recurrent.delta import DeltaDims
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W, options
@@ -29,8 +30,9 @@ class BailingHybridConfig(KimiMoEConfig):
     """Config of Ling 3.
 
     Attributes:
-        linear_head_dim: Width of a head in recurrent layers. Defaults to ``head_dim``.
-        linear_num_heads: Number of heads in recurrent layers. Defaults to ``num_attention_heads``.
+        linear_head_dim: Name of ``head_dim``, the width of a head in recurrent layers, in files of transformers, where
+            it takes precedence. None in the config.
+        linear_num_heads: Number of heads in recurrent layers. None if equal to ``num_attention_heads``.
         layer_group_size: Interval between attention layers. Used if ``layer_types`` is null.
         kda_safe_gate: Whether the log decays are bounded to the range ``kda_lower_bound`` … 0.
         kda_lower_bound: Lower bound of the log decays.
@@ -77,10 +79,23 @@ class BailingHybridConfig(KimiMoEConfig):
     pad_token_id: int | None = 156892
 
     def __post_init__(self) -> None:
-        width, heads = self.linear_head_dim or self.head_dim, self.linear_num_heads or self.num_attention_heads
-        for name, value in (("linear_head_dim", width), ("head_dim", width), ("linear_num_heads", heads)):
-            object.__setattr__(self, name, value)
+        if self.linear_head_dim is not None:
+            object.__setattr__(self, "head_dim", self.linear_head_dim)
+            object.__setattr__(self, "linear_head_dim", None)
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", type(self).head_dim)
+        if self.linear_num_heads == self.num_attention_heads:
+            object.__setattr__(self, "linear_num_heads", None)
         super().__post_init__()
+
+    @property
+    def delta_heads(self) -> DeltaDims:
+        heads, width = self.linear_num_heads or self.num_attention_heads, self.head_dim
+        assert width is not None
+        return DeltaDims(self.hidden_size, heads, heads, width, width)
+
+    def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | {"linear_head_dim": self.head_dim, "linear_num_heads": self.delta_heads.key_heads}
 
     def recurrent_by_default(self, index: int) -> bool:
         return (index + 1) % self.layer_group_size > 0
@@ -100,7 +115,7 @@ class BailingHybrid(KimiHybrid, DeepSeekV3):
     def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         c = self.config
         decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
-        return self.delta(decays, (None, None), (c.linear_num_heads,), **kw)
+        return self.delta(decays, (None, None), (c.delta_heads.key_heads,), **kw)
 
 
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA

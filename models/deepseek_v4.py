@@ -15,7 +15,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope_parameters import Rope, rope_from_fields
+from nnxmoe.config.rope_parameters import Rope, rope_from_fields, theta_in
 from nnxmoe.config.validate import as_integer
 from nnxmoe.layers.activations import LimitedSwiGLU
 from nnxmoe.layers.attention.compressed import Compressor
@@ -111,6 +111,12 @@ class DeepSeekV4Config(DecoderConfig):
         if isinstance(self.compress_rates, Mapping):
             object.__setattr__(self, "compress_rates", FrozenDict(self.compress_rates))
         super().__post_init__()
+
+    @classmethod
+    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        main, compress = (theta_in(scaling or parameters, name) for name in ("main", "compress"))
+        flat = super().thetas(scaling, parameters) if main is None else {"rope_theta": main}
+        return flat | {"compress_rope_theta": compress}
 
     def _check(self) -> None:
         super()._check()

@@ -10,7 +10,8 @@ from typing import Any, Self, Unpack
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import count, number, one_of
-from nnxmoe.config.layer_types import PatternWindowsConfig, ScaledFullRopeConfig
+from nnxmoe.config.layer_types import SLIDING, PatternWindowsConfig, ScaledFullRopeConfig
+from nnxmoe.config.rope_parameters import theta_in
 from nnxmoe.layers.activations import geglu
 from nnxmoe.layers.context import Attention
 from nnxmoe.layers.mlp import MLP
@@ -59,6 +60,10 @@ class Gemma3TextConfig(PatternWindowsConfig, ScaledFullRopeConfig):
     bos_token_id: int | None = 2
     eos_token_id: int | Sequence[int] | None = 1
     pad_token_id: int | None = 0
+
+    @classmethod
+    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        return super().thetas(scaling, parameters) | {"rope_local_base_freq": theta_in(parameters, SLIDING)}
 
     @property
     def sliding_theta(self) -> float:

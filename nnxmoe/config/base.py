@@ -25,7 +25,7 @@ from nnxmoe.config.bounds import (
 from nnxmoe.config.frozen import FrozenDict, thaw
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
-from nnxmoe.config.rope_parameters import Rope, rope_from_fields
+from nnxmoe.config.rope_parameters import Rope, rope_from_fields, theta_in
 from nnxmoe.config.validate import python_values
 
 _ROPES = {"rope_scaling", "rope_parameters"}
@@ -88,19 +88,42 @@ class DecoderConfig(KnownFields):
     dtype: str | None = one_of(None, "float32", "bfloat16", "float16", "float64")
 
     def __post_init__(self) -> None:
+        self._read_thetas()
         for name in ("rope_scaling", "rope_parameters"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"{name} must be an object or null, got {short(value)}")
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
-        theta = (self.rope_scaling or self.rope_parameters or {}).get("rope_theta")
-        if theta is not None:  # saved files repeat rope_theta at the top level and in the rope object
-            object.__setattr__(self, "rope_theta", theta)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
         for field in dataclasses.fields(self):  # Python values and tuples are hashable and JSON-serializable
             object.__setattr__(self, field.name, python_values(getattr(self, field.name)))
         self._check()
+
+    @classmethod
+    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        """Return the fields that the rope objects ``rope_scaling`` and ``rope_parameters`` override, with the values.
+
+        Saved files repeat ``rope_theta`` at the top level and in the rope object. A value is None if absent.
+        """
+        return {"rope_theta": theta_in(scaling or parameters)}
+
+    def _read_thetas(self) -> None:
+        """Set the fields that the rope objects override.
+
+        Raises ConfigError if a field differs from an object that a config has read before, because the field had the
+        object's value then: `dataclasses.replace` was called with one of the two.
+        """
+        rope = self.rope_scaling or self.rope_parameters
+        for name, theta in self.thetas(self.rope_scaling, self.rope_parameters).items():
+            given = getattr(self, name)
+            if isinstance(rope, FrozenDict | None) and given not in (None, theta) and theta is not None:
+                raise ConfigError(
+                    f"{name} {short(given)} differs from {short(theta)} in the rope object: set it in rope_parameters "
+                    "(or rope_scaling), too"
+                )
+            if theta is not None:
+                object.__setattr__(self, name, theta)
 
     def _check(self) -> None:
         check_fields(self)
@@ -142,6 +165,9 @@ class DecoderConfig(KnownFields):
         for name in _ROPES & values.keys():
             if isinstance(rope := values[name], Mapping):
                 values[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
+        for name, theta in cls.thetas(values.get("rope_scaling"), values.get("rope_parameters")).items():
+            if theta is not None:  # the rope object overrides the field in transformers, too
+                values.pop(name, None)
         config = cls(**{k: v for k, v in values.items() if k in field_names})
         check_unknown_fields(config, cls.unknown_fields(fields), fields)
         return config

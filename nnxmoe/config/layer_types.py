@@ -9,7 +9,7 @@ from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.partial_rotary import FACTOR
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope_parameters import Rope, rope_from_fields
+from nnxmoe.config.rope_parameters import Rope, rope_from_fields, theta_in
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -109,12 +109,9 @@ class LayerRopesConfig(LayerWindowsConfig):
     default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]]
     scale_in_queries = False
 
-    def __post_init__(self) -> None:
-        ropes = self.rope_parameters or self.default_ropes
-        full_rope = ropes.get(FULL) if isinstance(ropes, Mapping) else None
-        if isinstance(full_rope, Mapping) and full_rope.get("rope_theta") is not None:
-            object.__setattr__(self, "rope_theta", full_rope["rope_theta"])
-        super().__post_init__()
+    @classmethod
+    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        return {"rope_theta": theta_in(parameters or cls.default_ropes, FULL)}
 
     def _check(self) -> None:
         super()._check()
@@ -162,6 +159,11 @@ class ScaledFullRopeConfig(LayerRopesConfig):
     """
 
     default_ropes = FrozenDict({FULL: {}, SLIDING: {}})
+
+    @classmethod
+    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        theta = theta_in(scaling)
+        return {"rope_theta": theta_in(parameters, FULL) if theta is None else theta}
 
     @property
     def sliding_theta(self) -> float:

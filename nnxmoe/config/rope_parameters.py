@@ -191,6 +191,13 @@ def rope_type(fields: Mapping[str, Any]) -> Any:
     return "default"
 
 
+def theta_in(rope: Any, *names: str) -> Any:
+    """Return ``rope_theta`` of a rope object, or of the object at ``names`` in it. None if absent."""
+    for name in (*names, "rope_theta"):
+        rope = rope.get(name) if isinstance(rope, Mapping) else None
+    return rope
+
+
 def rope_from_fields(
     fields: Mapping[str, Any], dim: int, theta: float, positions: int, original: int | None, width: str
 ) -> Rope:

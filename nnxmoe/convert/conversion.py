@@ -71,7 +71,7 @@ def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
     """Read the parameters of a MaxText checkpoint, except the duplicates of the router biases (`maxtext.BIASES`)."""
-    arrays, _ = split_off_states(maxtext.read(folder))
+    arrays = split_off_states(maxtext.read(folder))[0]
     return contextlib.nullcontext({name: a for name, a in arrays.items() if maxtext.BIASES not in name})
 
 

@@ -1466,6 +1466,48 @@ def test_nested_dicts_of_the_caller_are_unchanged() -> None:
     assert config.rope_scaling["factor"] == 2.0, "the config has a copy"
 
 
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_a_replaced_theta_has_an_effect_or_names_the_rope_object(kind: str) -> None:
+    config = config_from_hf(BY_TYPE[kind])
+    overridden = {n for n, v in config.thetas(config.rope_scaling, config.rope_parameters).items() if v is not None}
+    for theta in (54321.0, type(config).rope_theta):
+        if "rope_theta" in overridden and theta != config.rope_theta:
+            with pytest.raises(ConfigError, match=r"rope_theta .* in the rope object: set it in rope_parameters"):
+                dataclasses.replace(config, rope_theta=theta)
+        elif kind != "olmo3":
+            assert dataclasses.replace(config, rope_theta=theta).rope.theta == theta
+    if overridden == {"rope_theta"} and config.rope_parameters and "rope_theta" in config.rope_parameters:
+        rope = config.to_hf()["rope_parameters"] | {"rope_theta": 54321.0}
+        changed = dataclasses.replace(config, rope_parameters=rope)
+        assert changed.rope.theta == changed.rope_theta == 54321.0
+        assert config_from_hf(changed.to_hf() | {"rope_theta": 5.0}) == changed  # as transformers reads it
+
+
+def test_thetas_of_other_layers_are_not_replaced_in_silence() -> None:
+    ropes = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    gemma3 = config_from_hf({"model_type": "gemma3_text", "rope_parameters": ropes})
+    assert (gemma3.rope_theta, gemma3.rope_local_base_freq) == (5e5, 2e4)
+    ropes = {"main": {"rope_theta": 2e4}, "compress": {"rope_theta": 3e4}}
+    v4 = config_from_hf(BY_TYPE["deepseek_v4"] | {"rope_parameters": ropes, "rope_scaling": None})
+    assert (v4.rope_theta, v4.compress_rope_theta) == (2e4, 3e4)
+    for config, name in ((gemma3, "rope_local_base_freq"), (v4, "compress_rope_theta")):
+        with pytest.raises(ConfigError, match=f"{name} 12345.0 differs from .* in the rope object"):
+            dataclasses.replace(config, **{name: 12345.0})
+        assert config_from_hf(config.to_hf()) == config
+
+
+def test_heads_of_recurrent_layers_follow_the_heads_that_they_default_to() -> None:
+    config = config_from_hf({"model_type": "bailing_hybrid"})
+    changed = dataclasses.replace(config, head_dim=64, num_attention_heads=16, num_key_value_heads=16)
+    assert (changed.delta_heads.key_dim, changed.delta_heads.key_heads) == (64, 16)
+    fields = changed.to_hf()
+    assert (fields["head_dim"], fields["linear_head_dim"], fields["linear_num_heads"]) == (64, 64, 16)
+    assert config_from_hf(fields) == changed
+    saved_by_transformers = config_from_hf(fields | {"head_dim": 32, "linear_num_heads": 8})
+    assert (saved_by_transformers.delta_heads.key_dim, saved_by_transformers.delta_heads.key_heads) == (64, 8)
+    assert dataclasses.replace(saved_by_transformers, head_dim=32).delta_heads.value_dim == 32
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
