@@ -201,6 +201,7 @@ ROME, NOW = ("find", {"city": "Rome"}), ("now", {})
 QWEN = "<tool_call>\n<function=find>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
 GLM = "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
 MINIMAX = '<minimax:tool_call>\n<invoke name="find">\n<parameter name="city">{}</parameter>\n</invoke>\n'
+CITY = '{"name": "find", "arguments": {"city": "Rome"}}'
 HERMES = '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"'
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
 KIMI_END = "<|tool_call_end|><|tool_calls_section_end|>"
@@ -231,6 +232,43 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     ("glm", GLM.format("Rome").removesuffix("</tool_call>") + "<tool_call>now\n</tool_call>", "", [ROME, NOW]),
     ("glm", GLM.format("Rome").replace("</arg_value>", ""), "", [ROME]),
     ("glm", GLM.format("Rome").replace("</arg_key>", ""), "", [ROME]),
+    *(  # what stands in place of the arguments is not content
+        (name, text.replace("{}", value), said, [NOW])
+        for name, text, said in (
+            ("glm", "<tool_call>now\n{}</tool_call> ok", " ok"),
+            ("glm", "<tool_call>now\n{}", ""),
+            ("qwen xml", "<tool_call>\n<function=now>\n{}\n</function>\n</tool_call> ok", " ok"),
+            ("minimax", '<minimax:tool_call>\n<invoke name="now">{}</invoke>\n</minimax:tool_call> ok', " ok"),
+            ("mistral", "[TOOL_CALLS]now[ARGS]{}", ""),
+            ("harmony", "<|channel|>commentary to=functions.now json<|message|>{}<|call|>", ""),
+        )
+        for value in ("null", "None", '""', "[]", "{}")
+    ),
+    ("glm", GLM.format("Rome").replace("<arg_key>", "null\n<arg_key>"), "", [ROME]),
+    ("glm", GLM.format("Rome").replace("</tool", "null</tool"), "null", [ROME]),
+    *(  # several objects after one opening tag, in a list or not
+        (name, before + first + sep + second + after, said, [NOW, ROME])
+        for name, before, after, said in (
+            ("hermes", "<tool_call>\n", "\n</tool_call> ok", " ok"),
+            ("hermes", "<tool_call>\n[", "]\n</tool_call> ok", " ok"),
+            ("hermes", "<tool_call>\n[", "", ""),
+            ("glm", "<tool_call>[", "]</tool_call> ok", " ok"),
+            ("qwen xml", "<tool_call>\n[", "]\n</tool_call> ok", " ok"),
+            ("mistral json", "[TOOL_CALLS]", "", ""),
+            ("llama", "", "\nok", "ok"),
+            ("llama", "[", "] ok", "ok"),
+        )
+        for sep in (", ", "; ", "\n", "")
+        for first, second in [('{"name": "now", "arguments": {}}', CITY)]
+    ),
+    ("hermes", f"<tool_call>\n[{CITY}, {CITY[:-3]}", "", [ROME, ROME]),
+    ("hermes", f"<tool_call>\n[{CITY}]\n</tool_call>\n<tool_call>\n{CITY}\n</tool_call>", "", [ROME, ROME]),
+    ("hermes", '<tool_call>\n{"name": "now"}, {"x": 1}\n</tool_call>', ', {"x": 1}\n', [NOW]),
+    ("hermes", "<tool_call>\n[1, 2]\n</tool_call>", "<tool_call>\n[1, 2]\n</tool_call>", []),
+    ("hermes", f"<tool_call>\n{CITY}\n</tool_call>\n{CITY}", f"\n{CITY}", [ROME]),
+    ("glm", f"<tool_call>now</tool_call> {CITY}", f" {CITY}", [NOW]),
+    ("llama", "[link](x)", "[link](x)", []),
+    ("llama", '[{"a": 1}]', '[{"a": 1}]', []),
     ("glm", GLM.format("Rome\n<arg_key>days</arg_key>\n<arg_value>3"), "", [("find", {"city": "Rome", "days": 3})]),
     ("glm", GLM.format("Rome").replace("\n</tool", "\nso </tool") + " then", "so  then", [ROME]),
     ("minimax", MINIMAX.format("Rome"), "", [ROME]),
@@ -291,12 +329,16 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     *(  # tags that are written twice, or that nothing follows, are not content
         (name, text.replace(tag, tag * 2) + more, "", [call])
         for name, text, call, tags in (
-            ("glm", GLM.format("Rome"), ROME, ("<tool_call>", "</tool_call>")),
-            ("qwen xml", QWEN.format("Rome"), ROME, ("<tool_call>", "</tool_call>", "</function>")),
+            ("glm", GLM.format("Rome"), ROME, ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")),
+            ("qwen xml", QWEN.format("Rome"), ROME, ("<tool_call>", "</tool_call>", "</function>", "<function=find>")),
             ("minimax", MINIMAX.format("Rome") + "</minimax:tool_call>", ROME, ("</minimax:tool_call>", "</invoke>")),
+            ("minimax", MINIMAX.format("Rome") + "</minimax:tool_call>", ROME, ('<invoke name="find">',)),
             ("hermes", HERMES + "}}\n</tool_call>", ROME, ("<tool_call>", "</tool_call>")),
             ("kimi", KIMI.replace("find", "now") + "{}" + KIMI_END, NOW, ("<|tool_call_begin|>", "<|tool_call_end|>")),
-            ("mistral", "[TOOL_CALLS]now[ARGS]{}", NOW, ("[TOOL_CALLS]",)),
+            ("kimi", KIMI + '{"city": "Rome"}' + KIMI_END, ROME, ("<|tool_call_argument_begin|>",)),
+            ("mistral", '[TOOL_CALLS]find[ARGS]{"city": "Rome"}', ROME, ("[TOOL_CALLS]", "[ARGS]")),
+            ("mistral v11", '[TOOL_CALLS]find[CALL_ID]x[ARGS]{"city": "Rome"}', ROME, ("[CALL_ID]", "[ARGS]")),
+            ("deepseek v3", wide(V3 + "{}\n```<|tool▁call▁end|>"), NOW, (wide("<|tool▁sep|>"),)),
         )
         for tag in tags
         for more in ("", "\n" + FORMATS[name].marks[0])
@@ -312,6 +354,7 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
         )
     ),
     ("harmony", "json", "json", []),
+    ("harmony", "I look. <|channel|>commentary to=functions.now json<|message|>{}<|call|>", "I look.", [NOW]),
     ("harmony", "<|channel|>The answer is 4.", "The answer is 4.", []),
     ("mistral json", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]\n    indented', "\n    indented", [NOW]),
     ("hermes", '<tool_call>\n{"name": "now", "index": 0, "description": "x"}\n</tool_call>', "", [NOW]),

@@ -36,10 +36,10 @@ class ArgumentTags:
         self.space = self.after[: self.after.index(self.end_tag)]
         tags = [re.escape(tag) for tag in _TAG.findall(after_key)]
         if len(tags) == 2:
-            tail = rf"(?:\s*{tags[0]}\s*(?:{tags[1]})?|\s*{tags[1]})"
+            tail = rf"(?:(?:\s*{tags[0]})++\s*(?:{tags[1]})?|\s*{tags[1]})"
         else:
             tail = _pattern(after_key, r"\n?")
-        self.head = re.compile(rf"\s*{_pattern(self.opening)}(?P<key>[^<>\"]+){tail}")
+        self.head = re.compile(rf"\s*(?:{_pattern(self.opening)}\s*)+(?P<key>[^<>\"]+){tail}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +91,12 @@ class CallFormat:
 
     @functools.cached_property
     def object_head(self) -> re.Pattern[str]:
-        """Pattern of the text before a call that is one JSON object. Models of any family may write such calls."""
-        prefix, brace, _ = self.before_arguments.partition('{"name"')
-        start = _pattern(prefix) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
-        return re.compile(self.between_calls.pattern + start + r"\s*+(?=\{)")
+        """Pattern of the text before a call that is one JSON object.
+
+        Models of any family may write such calls, and several of them, or a list, after one opening tag.
+        """
+        end_of_call = self._brackets if self.closing == "" else f"(?:{self.tail.pattern})?{self._brackets}"
+        return re.compile(rf"(?:{self._between('+')}|{end_of_call}[,;]?\s*+)(?:\[\s*+)?(?=\{{)")
 
     @functools.cached_property
     def tail(self) -> re.Pattern[str]:
@@ -102,8 +104,13 @@ class CallFormat:
 
         The pattern skips further fields of the call. Models may write the last brace twice or not at all.
         """
-        fields = r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?[\s}]*+" if self.is_object else r"\s*+"
-        return re.compile(fields + _pattern(self.after_arguments.removeprefix("}")))
+        return re.compile(self._brackets + _pattern(self.after_arguments.removeprefix("}")))
+
+    @property
+    def _brackets(self) -> str:
+        """Pattern of the further fields and brackets of a call that is one JSON object, which may be in a list."""
+        brackets = r"[\s" + ("}" if self.is_object else "") + ("" if self.closing == "]" else r"\]") + "]*+"
+        return (r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?" if self.is_object else "") + brackets
 
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
@@ -114,8 +121,8 @@ class CallFormat:
         if not self.closing:
             return re.compile(self.tail.pattern + repeated_tags)
         # White space after the closing text is content.
-        closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"
-        return re.compile(f"(?:{self.tail.pattern})?{closing}{repeated_tags}")
+        closing = _pattern(self.closing).removesuffix(_SPACES)
+        return re.compile(f"(?:{self.tail.pattern})?{self._brackets}{closing}{repeated_tags}")
 
     @property
     def closing_tags(self) -> list[str]:
@@ -147,11 +154,15 @@ class CallFormat:
     @functools.cached_property
     def between_calls(self) -> re.Pattern[str]:
         """Pattern of the text between the arguments of a call and the next call."""
+        return re.compile(self._between("*"))
+
+    def _between(self, count: str) -> str:
+        """Pattern of the text between two calls. ``count`` quantifies the opening tags."""
         between = _pattern(self.between.strip())
         marks = () if self.only_at_start else self.marks
         texts = dict.fromkeys(text.strip() for text in (self.opening, *marks))  # equal texts would match in many ways
         openings = "|".join(map(_pattern, filter(None, texts))) or "$."  # models may repeat them
-        return re.compile(rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+)*")
+        return rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+){count}"
 
 
 def _any_of(texts: Sequence[str]) -> str:
@@ -160,14 +171,16 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _pattern(text: str, newline: str = _SPACES) -> str:
-    """Convert a template to a regular expression. White space may differ from the template."""
+    """Convert a template to a regular expression. White space may differ from the template, and tags may repeat."""
     pieces = re.split(r"(\s+|NAME|INDEX|IDENTIFIER|functions\.|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\])", text)
     regex = {"NAME": NAME, "INDEX": r"(?P<index>\d+)", "IDENTIFIER": r"(?P<id>\w+)", "functions.": r"(?:functions\.)?"}
     pattern = ""
     for piece in pieces:
-        around = _SPACES if re.match(r"<[|\uff5c]|\[[A-Z]", piece) else ""
         space = newline if "\n" in piece else _SPACES
-        pattern += space if piece.isspace() else around + (regex.get(piece) or re.escape(piece)) + around
+        if re.match(r"<[|\uff5c]|\[[A-Z]", piece):
+            pattern += f"(?:{_SPACES}{re.escape(piece)})++{_SPACES}"
+        else:
+            pattern += space if piece.isspace() else regex.get(piece) or re.escape(piece)
     return pattern
 
 
@@ -247,7 +260,7 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
     "llama": CallFormat(
         ('{"name": function name, "parameters":',),
-        ("{",),
+        ("{", "[{"),
         '{"name": "NAME", "parameters": ARGUMENTS}',
         between="; ",
         closing=None,

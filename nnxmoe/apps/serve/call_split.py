@@ -15,7 +15,7 @@ from nnxmoe.apps.serve.tagged_arguments import TaggedArguments, next_tag
 from nnxmoe.apps.serve.tool_options import ToolOptions
 
 _LETTERS = string.ascii_letters + string.digits
-_NOTHING = re.compile(rf"(?:\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"]))?\s*")
+_NOTHING = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, NOTHING[1:]))})(?![\w\"]))?\s*")
 _FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # fields of a call that is one JSON object
 
 
@@ -139,7 +139,7 @@ class CallSplit:
             if self._said:
                 self._buffer = ""
                 return AnswerPart(content=text) if text else None
-            if not text.strip():
+            if any(mark != text.strip() and mark.startswith(text.strip()) for mark in marks):
                 return None
             mark_positions = [len(text) - len(text.lstrip())] if text.lstrip().startswith(marks) else []
             num_held = 0
@@ -164,6 +164,11 @@ class CallSplit:
         if rest.startswith("{"):
             self._arguments = JsonArguments(form.stops)
         elif form.argument is not None:
+            tag = form.before_arguments.strip().replace("NAME", match["name"])
+            while tag.endswith(">") and rest.startswith(tag):  # models may repeat the tag that contains the name
+                rest = rest.removeprefix(tag).lstrip()
+            if tag.endswith(">") and rest and tag.startswith(rest) and not final:
+                return None
             part = next_tag(form, rest)
             is_tag_first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
             if not (is_end or is_tag_first or (is_tool and (part is not None or (final and rest.startswith("<"))))):

@@ -63,7 +63,8 @@ class HarmonySplit:
             return None
         header, self._buffer = self._buffer[: match.start()], self._buffer[match.end() :]
         if match[0] == MESSAGE:
-            return self._message(header)
+            said, mark, _ = _split_header(header)[1].partition(BEGINS[1])
+            return AnswerPart(content=said.rstrip() if mark else "").followed_by(self._message(header))
         header, text = _split_header(header)  # the model omitted the mark between the header and the message
         if not text.strip() and _CALLED.search(header + MESSAGE) is None:
             return AnswerPart()

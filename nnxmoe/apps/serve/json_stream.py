@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-NOTHING = ("", "null", "None", '""')  # models write these in place of an empty object
+NOTHING = ("", "null", "None", '""', "[]")  # models write these in place of an empty object
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NAMES = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _OPENERS = {"}": "{", "]": "["}

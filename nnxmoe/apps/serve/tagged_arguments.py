@@ -6,7 +6,7 @@ The parser returns the arguments as one JSON object.
 import re
 
 from nnxmoe.apps.serve.call_formats import CallFormat
-from nnxmoe.apps.serve.json_stream import Taken, to_json
+from nnxmoe.apps.serve.json_stream import NOTHING, Taken, to_json
 from nnxmoe.apps.serve.reasoning import held
 from nnxmoe.apps.serve.tool_options import ToolOptions
 
@@ -41,13 +41,14 @@ class TaggedArguments:
             value_text, rest, is_complete = value
             return Taken(self._member(head_match["key"].strip(), value_text, cut and not is_complete), rest=rest)
         part = next_tag(form, text)
-        if part is not None and not text[: part.start()].strip():
-            return Taken("}" if self._count else "{}", rest=text, done=True)
-        if part is not None:  # text between the arguments
-            return Taken(said=text[: part.start()].lstrip(), rest=text[part.start() :])
-        if not final:
+        if part is None and not final:
             return Taken(rest=text)
-        return Taken("" if cut else "}" if self._count else "{}", rest=text, done=True)
+        between, rest = (text, "") if part is None else (text[: part.start()], text[part.start() :])
+        if between.strip() in (NOTHING[:1] if self._count else NOTHING):
+            between = ""
+        if part is not None and (between or part.lastgroup == "head"):
+            return Taken(said=between.lstrip(), rest=rest)
+        return Taken("" if cut and part is None else "}" if self._count else "{}", rest=between + rest, done=True)
 
     def _member(self, key: str, text: str, cut: bool) -> str:
         """Format an argument as a member of the object. A truncated member is left incomplete."""
