@@ -1,10 +1,12 @@
 """Entry point of the ``nnxmoe`` command."""
 
+import _thread
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 INTERRUPTED = 130  # 128 + SIGINT
 PIPE_CLOSED = 141  # 128 + SIGPIPE: the exit status of other programs in `program … | head`
@@ -17,6 +19,7 @@ _interruptions: list[KeyboardInterrupt] = []
 
 def command() -> NoReturn:
     """Run the command line of this process and exit with the command's exit code."""
+    sys.unraisablehook = _repeat_interrupt
     try:
         status = main()
     except KeyboardInterrupt:  # a second Ctrl-C while `main` reports the first
@@ -30,6 +33,18 @@ def command() -> NoReturn:
     # Skip the interpreter's shutdown. It destroys XLA objects that threads still use, which causes a segmentation
     # fault (jax 0.10.2).
     os._exit(status)
+
+
+def _repeat_interrupt(unraisable: Any) -> None:
+    """Repeat a Ctrl-C that Python ignored because it came in a callback.
+
+    JAX has such a callback for each garbage collection. Without this hook, a quarter of the interrupts during the
+    imports were ignored (8 of 31, jax 0.10.2).
+    """
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.01, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
