@@ -424,6 +424,9 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": [{"content": "hi"}]}, 400, "role", 'messages[0].role is missing: send {"role"'),
     ({"messages": [{"role": "function", "content": "1"}]}, 400, "messages", "use the role tool, with tool_call_id"),
     ({"messages": ["hi"]}, 400, "messages", "messages[0] must be an object, not a string"),
+    ({"tools": {"type": "function"}}, 400, "tools", "tools must be a list, not an object: send a list of tools"),
+    ({"thinking": {"type": "disabled"}}, 400, "thinking", "or use chat_template_kwargs"),
+    ({"prompt": "hi"}, 400, "prompt", "or use messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", _TEXT.format("image_url")),
     (
         {"messages": [{"role": "user", "content": [{"type": "input_text"}]}]},
@@ -527,6 +530,16 @@ def test_every_neutral_value_is_left_out(kind: type[BaseRequest]) -> None:
                 with pytest.raises(Refused, match=f"^{name} is not supported: leave it out") as refused:
                     decode(json.dumps({name: value} | base).encode(), kind)
                 assert refused.value.param == name
+
+
+def test_whole_numbers_may_have_a_point() -> None:
+    body = {"prompt": "x", "max_tokens": 5, "n": 1, "temperature": 1, "seed": 3}
+    floats = {name: float(value) if isinstance(value, int) else value for name, value in body.items()}
+    assert decode(json.dumps(floats).encode(), CompletionRequest) == decode(
+        json.dumps(body).encode(), CompletionRequest
+    )
+    with pytest.raises(Refused, match="max_tokens must be an integer, not a number with a fraction"):
+        decode(json.dumps(body | {"max_tokens": 5.5}).encode(), CompletionRequest)
 
 
 def test_nested_fields_that_ask_for_nothing() -> None:

@@ -22,20 +22,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "web_search_options"), ()),
     **dict.fromkeys(("guided_grammar", "guided_regex"), ("",)),
     "logit_bias": ([], {}),
-    **dict.fromkeys(("early_stopping", "include_stop_str_in_output", "no_stop_trim", "return_token_ids"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "return_token_ids"), (False,)),
     **dict.fromkeys(("return_hidden_states", "return_tokens_as_token_ids", "safe_prompt", "store"), (False,)),
-    **dict.fromkeys(("timings_per_token", "use_beam_search"), (False,)),
-    **dict.fromkeys(("detokenize", "include_reasoning", "separate_reasoning", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("spaces_between_special_tokens", "stream_reasoning"), (True,)),
+    **dict.fromkeys(("timings_per_token", "use_audio_in_video", "use_beam_search", "watermark"), (False,)),
+    **dict.fromkeys(("decoder_input_details", "details", "disable_tool_validation", "logits_all"), (False,)),
+    **dict.fromkeys(("perf_metrics_in_response", "post_sampling_probs", "raw_output", "return_tokens"), (False,)),
+    **dict.fromkeys(("return_cached_tokens_details", "return_completion_token_ids", "return_full_text"), (False,)),
+    **dict.fromkeys(("return_progress", "return_prompt_token_ids", "thinking_forced_open"), (False,)),
+    **dict.fromkeys(("detokenize", "include_reasoning", "parse_tool_calls", "separate_reasoning"), (True,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "stream_reasoning"), (True,)),
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_keep", "n_probs", "priority", "top_a"), (0,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "xtc_probability"), (0,)),
-    **dict.fromkeys(("length_penalty", "num_beams", "repeat_penalty", "tfs_z", "typical_p"), (1,)),
+    **dict.fromkeys(("min_new_tokens", "n_discard", "n_indent", "no_repeat_ngram_size", "top_n_tokens"), (0,)),
+    "t_max_predict_ms": (0, -1),
+    "xtc_probability": (0,),
+    **dict.fromkeys(("adaptive_target", "thinking_token_budget", "top_n_sigma"), (-1,)),
+    **dict.fromkeys(("num_beams", "repeat_penalty", "tfs_z", "typ_p", "typical_p"), (1,)),
     "do_sample": (True,),
     "function_call": ("none", "auto"),
     "guided_choice": ([],),
     "modalities": (["text"],),
+    "reasoning_format": ("auto",),
     "response_format": ({"type": "text"}, {}),
     "service_tier": ("auto", "default"),
+    "usage": ({"include": False},),
     "verbosity": ("medium",),
 }
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -45,7 +54,7 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "echo": (False,),
-    "prompt": (),
+    **dict.fromkeys(("enable_thinking", "prompt", "think", "thinking"), ()),
     "tool_choice": ({},),
 }
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -64,7 +73,8 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 LABELS = {"cache_prompt", "cache_salt", "keep_alive", "metadata", "prompt_cache_key", "prompt_cache_options"}
 LABELS |= {"prompt_cache_retention", "request_id", "rid", "safety_identifier", "user"}
 LABELS |= {"dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"}
-LABELS |= {"mirostat_eta", "mirostat_tau", "repeat_last_n", "xtc_threshold"}
+LABELS |= {"early_stopping", "length_penalty", "min_keep", "mirostat_eta", "mirostat_tau", "repeat_last_n"}
+LABELS |= {"extra_key", "guided_decoding_backend", "id_slot", "session_id", "ttl", "xtc_threshold"}
 CACHE = "cache_control"  # Anthropic's field in messages, parts and tools. Caching does not affect answers.
 _INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "logit_bias",
@@ -75,11 +85,14 @@ _INSTEAD: Mapping[str, str] = {
     "grammar": "guided_grammar",
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
     "n_predict": "max_tokens",
+    "prompt": "messages",
     "random_seed": "seed",
     "regex": "guided_regex",
     "repeat_penalty": "repetition_penalty",
     "structured_outputs": "response_format",
+    **dict.fromkeys(("enable_thinking", "think", "thinking"), "chat_template_kwargs"),
     **dict.fromkeys(("messages", "tools", "tool_choice"), "/v1/chat/completions"),
 }
 _TOOL = 'write {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
@@ -90,6 +103,7 @@ _REMEDIES: Mapping[str, str] = {  # remedy by path, also for nested fields
     "response_format": 'send {"type": "json_object"}, or "json_schema" with {"json_schema": {"schema": …}}',
     "stream_options": "send include_usage and continuous_usage_stats only",
     "tool_choice": 'send "none", "auto", "required" (any tool) or {"type": "function", "function": {"name": …}}',
+    "tools": "send a list of tools",
     "tools[]": _TOOL,
     "tools[].function.name": 'use 1 to 64 letters, digits, "_", "." and "-"',
 }

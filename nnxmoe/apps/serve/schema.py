@@ -203,7 +203,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         fields = msgspec.json.decode(body)
         if isinstance(fields, dict):
-            fields = {name: value for name, value in fields.items() if name not in LABELS}
+            fields = {name: _whole(value) for name, value in fields.items() if name not in LABELS}
             fields = effective(fields, kind.__struct_fields__, chat=issubclass(kind, ChatRequest))
             if isinstance(messages := fields.get("messages"), list):
                 fields["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
@@ -216,6 +216,11 @@ def decode(body: bytes, kind: type[Body]) -> Body:
         raise Refused(400, "the body is nested too deeply") from None
     _refuse_combinations(request)
     return request
+
+
+def _whole(value: Any) -> Any:
+    """Convert a number such as 5.0 to an integer, as clients in Python may send integers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _split(message: dict[str, Any]) -> dict[str, Any]:
