@@ -216,6 +216,7 @@ def test_bad_lines(tmp_path: Path, line: bytes, message: str) -> None:
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+TYPED_CALL = CALL | {"tool_calls": [{"type": "function", **CALL["tool_calls"][0]}]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 FORMS: list[tuple[dict[str, Any], Record]] = [
     ({"text": "one", "messages": None}, Record("one")),
@@ -247,6 +248,14 @@ FORMS: list[tuple[dict[str, Any], Record]] = [
     (
         {"messages": [HI, CALL | {"content": None}, {"role": "tool", "content": "", "tool_call_id": "7"}, HELLO]},
         Record(None, (HI, CALL, {"role": "tool", "content": "", "tool_call_id": "7"}, HELLO), answers=(1, 3)),
+    ),
+    *(  # LLaMA-Factory's format
+        (
+            {"conversations": [{"from": name, "value": text} for name, text in turns]},
+            Record(None, (HI, TYPED_CALL, {"role": "tool", "content": "3"}), answers=(1,)),
+        )
+        for call in ('{"name": "add", "arguments": {"a": 1}}', '[{"name": "add", "arguments": {"a": 1}}]')
+        for turns in [[("human", "Hi"), ("function_call", call), ("observation", "3")]]
     ),
     ({"messages": [HI, HELLO], "tools": TOOLS}, Record(None, (HI, HELLO), answers=(1,), tools=tuple(TOOLS))),
     (

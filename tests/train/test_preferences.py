@@ -470,6 +470,10 @@ LINES: dict[str, tuple[Any, str]] = {
         {"question": "q", "chosen": "a", "rejected": "b"},
         r"no prompt: the record has the fields \['chosen', 'question', 'rejected'\]",
     ),
+    "other names and a common prefix": (
+        {"question": "q", "chosen": "The a", "rejected": "The b"},
+        "there is no prompt: .*; rename 'question' to 'prompt'",
+    ),
     "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "have no common prefix"),
     "text before messages": (
         {"prompt": "a", "chosen": answer("b"), "rejected": answer("c")},

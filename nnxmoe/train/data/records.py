@@ -26,6 +26,7 @@ FORMS = {
 
 
 PAIR = ("chosen", "rejected")  # the fields of a preference
+_QUESTIONS = ("instruction", "question", "query", "input")  # names of the prompt of a preference in other formats
 _CHATS = ("messages", "conversations", "prompt", "completion", *PAIR)  # fields that may contain messages
 
 
@@ -139,6 +140,8 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         index = int(isinstance(both[0], list | tuple | str))
         raise _wrong(PAIR[index], both[index], rule)
     prompt: Any = fields.get("prompt")
+    if prompt is None and texts and (names := [name for name in _QUESTIONS if name in fields]):
+        raise RecordError(f"there is no prompt: {_field_names(fields)}; rename {names[0]!r} to 'prompt'", "no prompt")
     if both[0] == both[1]:
         raise RecordError("chosen and rejected are equal, so there is no preference to learn")
     if prompt is None or (chats and isinstance(prompt, str)):
@@ -244,6 +247,10 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     fields = {name: field for name, field in value.items() if field is not None}
     share_gpt = "from" in fields and "role" not in fields
     role_field, content_field = ("from", "value") if share_gpt else ("role", "content")
+    if share_gpt and fields["from"] == "function_call":  # LLaMA-Factory's role: the value is a call or a list of calls
+        calls = fields.get("value", [])
+        is_object = isinstance(calls, str) and calls.lstrip().startswith("{")
+        fields = {**fields, "from": "gpt", "value": "", "tool_calls": f"[{calls}]" if is_object else calls}
     if calls := _calls(fields, path):
         fields = {content_field: "", **fields, "tool_calls": calls}
     if absent := next((name for name in (role_field, content_field) if name not in fields), None):
