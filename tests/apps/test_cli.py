@@ -119,6 +119,7 @@ def test_unknown_model_names_the_nearest_presets_or_the_command_that_lists_them(
     plan = ["--mesh", "fsdp=8", "--batch", "8", "--on", "h100"]
     for line, wanted in {
         ("inspect", "mixtral-8x7", "--local-files-only"): "error: mixtral-8x7 is not a preset; did you mean mixtral",
+        ("inspect", "qwen3-30b", "--local-files-only"): "qwen3-30b is not a preset; did you mean qwen3-30b-a3b",
         ("inspect", "nosuch", "--local-files-only"): "nnxmoe inspect --help lists the presets",
         ("plan", "nosuch", *plan): "nnxmoe inspect --help lists the presets",
     }.items():
