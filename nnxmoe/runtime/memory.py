@@ -99,8 +99,9 @@ def _read(file: Path) -> bytes | None:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        logger.warning("%s: %s: memory limits may be lower than assumed", file, error.strerror or error)
+    except (OSError, ValueError) as error:  # ValueError for a path with a null character
+        reason = getattr(error, "strerror", None) or error
+        logger.warning("%s: %s: memory limits may be lower than assumed", file, reason)
         return None
 
 
@@ -110,12 +111,12 @@ def _number(text: bytes) -> float | None:
 
 
 def _given(text: str) -> float:
-    if text.lower() == "off":
+    if text.strip().lower() == "off":
         return math.inf
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])B?", text.strip().upper())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])(I?)B?", text.strip().upper())
     if match is None:
         raise ValueError(f"{VARIABLE}={short(text)}: set it to a size such as 48GB, or to off")
-    return float(match[1]) * 1000 ** (" KMGT".index(match[2]))
+    return float(match[1]) * (1024 if match[3] else 1000) ** (" KMGT".index(match[2]))
 
 
 def _address_space() -> float:
@@ -125,8 +126,8 @@ def _address_space() -> float:
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            return float(limit - pages * os.sysconf("SC_PAGE_SIZE"))
+            pages = _number(next(iter((_read(Path("/proc/self/statm")) or b"").split()), b"")) or 0.0  # 0 if unknown
+            return max(0.0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
     return math.inf
 
 

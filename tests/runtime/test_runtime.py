@@ -133,7 +133,7 @@ def test_only_compiling_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_memory_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, size in (("48GB", 48e9), ("1.5 T", 1.5e12), ("200mb", 2e8), ("off", np.inf)):
+    for text, size in (("48GB", 48e9), ("1.5 T", 1.5e12), ("200mb", 2e8), ("off", np.inf), (" Off", np.inf), ("2 GiB", 2**31)):
         monkeypatch.setenv(memory.VARIABLE, text)
         assert memory.memory_bytes() == (size, f"NNXMOE_MEMORY={text}")
     for text in ("much", "1.2.3GB", ".", "-1GB", "GB"):
@@ -218,7 +218,7 @@ def test_lowest_limit_of_nested_cgroups_counts(
         texts = {limit: most, usage: b"1000"}
         _write_group(tmp_path / folder / group[1:], {f"memory.{name}": text for name, text in texts.items()})
         assert free is None or memory.memory_bytes() == (free, "the free memory of this container")
-    for outside in ("/../other", "/a/host/path"):  # a container that sees its cgroup as the root
+    for outside in ("/../other", "/a/host/path", "/a\0b"):  # a container that sees its cgroup as the root
         (tmp_path / "own").write_text(line.format(outside))
         assert memory.memory_bytes() == (79_000.0, "the free memory of this container")
 
