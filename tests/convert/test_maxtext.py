@@ -348,8 +348,15 @@ BOXES: dict[str, Callable[[Any], Any]] = {
     "raw_value": lambda a: {"raw_value": a, "sharding": None},
     "names": lambda a: {"value": a, "names": ("embed", None), "mesh": None},
     "text": lambda a: {"value": {"raw_value": a, "sharding_names": "embed"}, "sharding": None},
+    "rules": lambda a: {"value": a, "type": "Param", "sharding": jax.sharding.PartitionSpec("fsdp"), "rules": None},
     "both": lambda a: {"value": a, "raw_value": a + 1, "sharding": ("embed", None)},
 }
+
+
+def without_specs(tree: Any) -> Any:
+    """Replace partition specs, which Orbax does not save, by texts."""
+    spec = jax.sharding.PartitionSpec
+    return jax.tree.map(lambda leaf: str(leaf) if isinstance(leaf, spec) else leaf, tree)
 
 
 @pytest.mark.parametrize("box", BOXES)
@@ -358,14 +365,18 @@ def test_fields_of_boxes_are_no_arrays(box: str, tmp_path: Path) -> None:
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     boxed = jax.tree.map(lambda a: BOXES[box](jnp.asarray(a)), nested(params))
     state = {"params": boxed, "step": jnp.int32(3), "opt_state": (None, [{"mu": boxed, "count": jnp.int32(3)}])}
-    wrapped = {"train_state": state, "batch_stats": {}}
+    wrapped = {"train_state": state, "batch_stats": {}, "global_step": jnp.int32(3)}
+    key = {"dropout_rng": jnp.zeros(2, jnp.uint32)}
+    tree = {"items": wrapped, "ema": None, "epoch": 3} | key
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", wrapped | {"name": "run", "rngs": None})
-    for model in (maxtext.from_tree(wrapped, config), maxtext.load(tmp_path / "run", config)):
+        checkpointer.save(tmp_path / "run", without_specs(wrapped) | key | {"name": "run", "ema": None})
+    for model in (maxtext.from_tree(tree, config), maxtext.load(tmp_path / "run", config)):
         identical(flat(maxtext.to_tree(model)), params)
         assert model.load_report is not None
-        skipped = dict(model.load_report.skipped)
-        assert set(skipped.pop("state of training")) == {"train_state/step", "train_state/opt_state"}
+        skipped = {state: {name.removeprefix("items/") for name in n} for state, n in model.load_report.skipped.items()}
+        training = {"train_state/step", "train_state/opt_state", "global_step"}
+        assert skipped.pop("state of training") - {"epoch"} == training
+        assert skipped.pop("state of random number generators") == set(key)
         assert set(skipped) == ({"raw values of boxes with a value"} if box == "both" else set())
 
 

@@ -133,7 +133,14 @@ def test_only_compiling_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_memory_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, size in (("48GB", 48e9), ("1.5 T", 1.5e12), ("200mb", 2e8), ("off", np.inf), (" Off", np.inf), ("2 GiB", 2**31)):
+    for text, size in (
+        ("48GB", 48e9),
+        ("1.5 T", 1.5e12),
+        ("200mb", 2e8),
+        ("off", np.inf),
+        (" Off", np.inf),
+        ("2 GiB", 2**31),
+    ):
         monkeypatch.setenv(memory.VARIABLE, text)
         assert memory.memory_bytes() == (size, f"NNXMOE_MEMORY={text}")
     for text in ("much", "1.2.3GB", ".", "-1GB", "GB"):

@@ -120,6 +120,7 @@ def from_tree(
         ValueError: If ``tree`` is not a tree of arrays.
     """
     values, skipped = split_off_states(flatten_tree(tree))
+    values = {name: value for name, value in values.items() if value is not None or _AROUND.match(name)}
     check_arrays(values)
     if empty_names := [name for name, value in values.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise CheckpointError(f"the tree contains shapes without values: {some(empty_names)}")

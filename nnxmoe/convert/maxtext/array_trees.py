@@ -16,11 +16,16 @@ Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
 _VALUES = ("value", "raw_value")  # Names of the array in a saved box.
-_BOX_METADATA = ("sharding", "sharding_names", "names", "mesh")  # Fields of saved boxes beside the array.
 # Type of state -> names of branches, and names of integer arrays, that contain this state anywhere in a tree.
 _STATES = {
-    "state of random number generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
-    "state of training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
+    "state of random number generators": (
+        frozenset({"rngs", "rng"}),
+        frozenset({"key", "rng_key", "prng_key", "dropout_rng"}),
+    ),
+    "state of training": (
+        frozenset({"opt_state", "optimizer", "mu", "nu"}),
+        frozenset({"step", "global_step", "epoch", "count"}),
+    ),
 }
 
 
@@ -63,9 +68,9 @@ def flatten_tree(tree: Tree) -> dict[str, Any]:
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
-        is_box = any(name in tree for name in _VALUES)
+        is_box = any(name in tree for name in _VALUES)  # whose other fields are metadata such as ``sharding``
         for name, branch in tree.items():
-            if not (is_box and name in _BOX_METADATA):
+            if not is_box or any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(branch)):
                 yield from _leaves(branch, (*path, str(name)))
         return
     value = tree.unbox() if isinstance(tree, meta.AxisMetadata) else tree
