@@ -99,7 +99,7 @@ def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
         ValueError: If ``mesh`` has an unsupported type, is malformed, or has a size that is not a positive integer.
     """
     if isinstance(mesh, str):
-        pairs = [part.strip().partition("=")[::2] for part in mesh.split(",")]
+        pairs = [tuple(map(str.strip, part.partition("=")[::2])) for part in mesh.split(",")]
         sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
         if len(sizes) < len(pairs):
             raise ValueError(f"mesh {short(mesh)}: pass axes and sizes such as 'fsdp=4,expert=8'")

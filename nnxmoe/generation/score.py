@@ -144,7 +144,8 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
     Raises:
         ValueError: if the value is not a text or a pair of texts.
     """
-    pair = isinstance(item, tuple | list) and len(item) == 2 and (item[0] is None or _is_text(item[0]))
+    is_row = isinstance(item, tuple | list) or getattr(item, "ndim", 0) == 2
+    pair = is_row and len(item) == 2 and (item[0] is None or _is_text(item[0]))
     context, text = item if pair else ((), item)
     if text is None or context is None:
         raise ValueError("a text to score, or its context, is None: pass a string or token ids")

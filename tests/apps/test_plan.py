@@ -647,7 +647,7 @@ def test_data_parallel_decoding_is_not_ranked_behind_expert_meshes() -> None:
     assert copies.seconds == pytest.approx(alone.seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8,expert=2", "fsdp=8, expert=2", {"fsdp": 8, "expert": 2}])
+@pytest.mark.parametrize("mesh", ["fsdp=8,expert=2", " fsdp = 8, expert=2 ", {"fsdp": 8, "expert": 2}])
 def test_meshes_are_given_in_the_words_of_the_command(mesh: Any) -> None:
     made = nnxmoe.plan("mixtral-8x7b", mesh, batch=64, seq=64, advise=False)
     assert made == nnxmoe.plan("mixtral-8x7b", abstract_mesh(mesh), batch=64, seq=64, advise=False)

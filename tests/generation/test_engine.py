@@ -759,6 +759,8 @@ def test_scores_are_those_of_teacher_forcing() -> None:
     mixed = [[list(a), np.array(b, np.uint8)] for a, b in pairs]  # as from JSON, and narrow arrays
     for found, other in zip(nnxmoe.score(model, mixed), nnxmoe.score(model, pairs), strict=True):
         assert found.ids == other.ids and found.logprobs.tolist() == other.logprobs.tolist()
+    arrays, lists = (nnxmoe.score(model, make([[[1, 2], [3, 4]]])) for make in (np.array, list))
+    assert arrays[0].ids == lists[0].ids == (3, 4)
     for found, ids, first in [
         *((s, ids, 1) for s, ids in zip(nnxmoe.score(model, given), given, strict=True)),
         *((s, ids, max(1, len(ids) // 2)) for s, ids in zip(nnxmoe.score(model, pairs), given, strict=True)),
