@@ -28,6 +28,7 @@ from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import Kernel, as_weight
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.stateful import is_stateful
 from nnxmoe.model.given_routing import check_routing
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.layerwise import layerwise_program
@@ -43,7 +44,6 @@ from nnxmoe.model.program import (
     warn_beyond_positions,
 )
 from nnxmoe.model.stack import run_stacks, stacks_of
-from nnxmoe.model.stateful import is_stateful
 from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.tree import children
 from nnxmoe.moe.block import MoE

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.context import Context
+from nnxmoe.layers.stateful import is_captured
 from nnxmoe.model.layer import MakeLayer
 from nnxmoe.model.output import Body, ByLayer
 from nnxmoe.model.stack import (
@@ -26,7 +27,6 @@ from nnxmoe.model.stack import (
     layer_keys,
     scan_layers,
 )
-from nnxmoe.model.stateful import is_captured
 from nnxmoe.moe.block import MoEInfo
 from nnxmoe.moe.selection import Routing
 from nnxmoe.sharding import batch_axes, replicate, shard_batch, shard_constraint, shard_map

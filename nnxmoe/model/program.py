@@ -18,8 +18,8 @@ from jaxtyping import Array
 
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.linear.xla_cpu import jit_outermost
+from nnxmoe.layers.stateful import is_captured, watch
 from nnxmoe.model.output import ByLayer, Output
-from nnxmoe.model.stateful import is_captured, watch
 from nnxmoe.sharding import is_static, replicated_on
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from nnxmoe.layers.stateful import checkpoint
+
 NAMES = (
     "layer_input",
     "queries",
@@ -60,18 +62,18 @@ class Remat:
         if self.policy is not None and (self.save or self.offload):
             raise ValueError("Remat has both a policy and names: use only one of them")
 
-    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        """Wrap ``run(hidden_states, …)`` with `jax.checkpoint`.
+    def __call__(self, layer: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
+        """Wrap ``layer(hidden_states, …)`` with `jax.checkpoint`, unless the layer sows values.
 
         Args:
-            run: A layer or function whose first argument is the hidden states.
+            layer: A layer whose first argument is the hidden states.
             scanned: Whether the call is inside a scan, where ``prevent_cse`` is not needed.
         """
 
         def named(x: Any, **kwargs: Any) -> Any:
-            return run(jax.tree.map(lambda a: checkpoint_name(a, "layer_input"), x), **kwargs)
+            return layer(jax.tree.map(lambda a: checkpoint_name(a, "layer_input"), x), **kwargs)
 
-        return jax.checkpoint(named, policy=self.policy or self._by_name(), prevent_cse=not scanned)
+        return checkpoint(named, layer, policy=self.policy or self._by_name(), prevent_cse=not scanned)
 
     def _by_name(self) -> Callable[..., Any] | None:
         policies = jax.checkpoint_policies

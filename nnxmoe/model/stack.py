@@ -13,10 +13,10 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.layers.context import Context
+from nnxmoe.layers.stateful import is_stateful, watch
 from nnxmoe.model.layer import Layer, MakeLayer
 from nnxmoe.model.output import Body, ByLayer
 from nnxmoe.model.remat import Remat
-from nnxmoe.model.stateful import is_stateful, watch
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
@@ -113,7 +113,7 @@ class UnrolledStack(nnx.Module):
         """Compute the layers in order."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
-            run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
+            run = layer if self.remat is None else self.remat(layer, scanned=False)
             is_last = i + 1 == self.depth
             last_only = context.request.last_token_only and is_last and layer.token_independent(context.key)
             layer_context = context.for_layer(i, last_token_only=last_only)

@@ -17,6 +17,8 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.layers.context import FeedForwardOutput
+from nnxmoe.layers.linear.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.layer import Layer
 from nnxmoe.models import family_of
 from nnxmoe.moe.router import Router
@@ -154,6 +156,18 @@ class SowingRouter(Router):
         return routing
 
 
+class SowingLinear(Linear):
+    def __call__(self, x: Any) -> Any:
+        self.sow(nnx.Intermediate, "mean", jnp.mean(x))
+        return super().__call__(x)
+
+
+class SowingNorm(RMSNorm):
+    def __call__(self, x: Any) -> Any:
+        self.sow(nnx.Intermediate, "mean", jnp.mean(x))
+        return super().__call__(x)
+
+
 def sowing(model: nnxmoe.CausalLM) -> nnxmoe.CausalLM:
     for layer in layers(model):
         layer.moe.router.__class__ = SowingRouter
@@ -191,6 +205,34 @@ def test_capture_of_every_module(model: nnxmoe.CausalLM) -> None:
     assert max_error(state["norm"]["__call__"].get_value()[0], wanted.hidden[-1]) < 1e-5
     assert max_error(state["embed"]["__call__"].get_value()[0], wanted.hidden[0]) < 1e-5
     assert "attention" in str(state) and max_error(model(IDS).logits, wanted.logits) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+@pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("remat", [None, nnxmoe.Remat()], ids=["stored", "recomputed"])
+def test_values_of_recomputed_parts(remat: Any, scan: bool, run: Callable[..., Any]) -> None:
+    """Captured and sown values are arrays, also in parts and layers that the backward pass recomputes."""
+    model = build_tiny("llama", nnxmoe.Strategy(stacking=stacking_of(scan), remat=remat))
+    wanted = model(IDS).logits
+
+    def capture(model: Any) -> Any:
+        return nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(IDS)
+
+    out, state = run(capture)(model)
+    assert max_error(out.logits, wanted) < 1e-5
+    assert all(np.isfinite(np.asarray(value)).all() for value in jax.tree.leaves(state))
+
+    def call(model: Any) -> Any:
+        return model(IDS).logits, nnx.pop(model, nnx.Intermediate)
+
+    for layer in layers(model):
+        layer.mlp.down.__class__, layer.mlp_norm.__class__ = SowingLinear, SowingNorm
+    logits, state = run(call)(model)
+    values = [value for _, variable in nnx.to_flat_state(state) for value in variable.get_value()]
+    assert max_error(logits, wanted) < 1e-5 and len(values) == 4
+    assert all(np.isfinite(np.asarray(value)) for value in values)
 
 
 @pytest.mark.slow

@@ -3,12 +3,15 @@
 Compiled programs operate on copies of the modules, so these changes would be lost.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 # Classes of modules whose variables changed during a call observed by `watch`.
 _changing = weakref.WeakSet[type]()
@@ -27,6 +30,21 @@ def is_stateful(module: nnx.Module) -> bool:
     if is_captured(module):
         return True
     return bool(_changing) and any(type(part) in _changing for _, part in nnx.iter_modules(module))
+
+
+def checkpoint(run: Callable[..., Any], module: Any, **options: Any) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function that calls ``module``, without rematerialization if the call changes the module.
+
+    Values that the module sows inside of `jax.checkpoint` would be tracers that no caller can read.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_stateful(module):
+            with contextlib.suppress(TraceContextError):  # Flax refuses changes inside of `jax.checkpoint`
+                return jax.checkpoint(run, **options)(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call
 
 
 def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: Any) -> Any:
