@@ -7,10 +7,16 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nnxmoe
+from nnxmoe.convert import native
+from nnxmoe.convert.arrays import model_arrays
 from nnxmoe.convert.arrays.lazy_array import LazyArray, merge_columns
+from tests.support.running import compiled_in
+from tests.support.tiny import build_tiny, stacking_of
 
 Pair = tuple[LazyArray, np.ndarray]  # a lazy array and the values that it must read
 
@@ -109,3 +115,23 @@ def test_boxes_of_reshaped_arrays() -> None:
             ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in other]
             box = tuple(slice(int(low), int(high)) for low, high in ends)
             assert np.array_equal(reshaped.read_box(box, np.empty), expected[box]), (one, other, box)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_whole_arrays_of_equal_layers_share_programs(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays that are saved from several hosts, here on one."""
+    monkeypatch.setattr(model_arrays, "spans_hosts", lambda value: True)
+    model = build_tiny("mixtral", nnxmoe.Strategy(stacking=stacking_of(scan)), num_hidden_layers=3)
+    arrays = model_arrays.model_arrays(native.layout(model, False))
+
+    def compute(layer: int) -> None:
+        for name, array in arrays.items():
+            if f"layers/{layer}/" in name and array.global_array is not None:
+                results[name] = array.global_array()
+
+    results: dict[str, Any] = {}
+    counts = [compiled_in(functools.partial(compute, layer)) for layer in range(3)]
+    assert counts[0] > 0 and counts[1:] == [0, 0]
+    assert len(results) == 30
+    for name, value in results.items():
+        np.testing.assert_array_equal(value, np.asarray(arrays[name]))

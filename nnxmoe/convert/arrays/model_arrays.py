@@ -1,5 +1,6 @@
 """Lazy arrays to save, computed from a model's parameters, which may span processes."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,16 +104,18 @@ class _ModelArray:
 
     def global_array(self) -> Array:
         """Return the whole array on the devices of the parameters."""
-        layout = self.layout
+        layout = ArrayLayout("", self.layout.part_shape, axis=self.layout.axis, order=self.layout.order)
+        return _assemble(layout, self.dtype, self.values, [part.at for part in self.layout.parts])
 
-        def run(values: list[Array]) -> Array:
-            parts = [
-                layout.part_view(value[part.at], layout.part_shape).astype(self.dtype)
-                for part, value in zip(layout.parts, values, strict=True)
-            ]
-            return parts[0] if layout.axis is None else jnp.stack(parts, axis=layout.axis)
 
-        return jax.jit(run)(self.values)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _assemble(layout: ArrayLayout, dtype: np.dtype, values: list[Array], indices: list[tuple[Any, ...]]) -> Array:
+    """Return the array of ``layout`` from ``values[i][indices[i]]``. Arrays of equal layout share one program."""
+    parts = [
+        layout.part_view(value[index], layout.part_shape).astype(dtype)
+        for value, index in zip(values, indices, strict=True)
+    ]
+    return parts[0] if layout.axis is None else jnp.stack(parts, axis=layout.axis)
 
 
 def _fetch(value: AnyArray, index: tuple[int, ...], is_only_read: bool, is_collective: bool) -> np.ndarray:
