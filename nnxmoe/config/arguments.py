@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Self, TypeVar, get_args
 
+import numpy as np
+
 from nnxmoe.config.printable import did_you_mean
+from nnxmoe.config.validate import check_object, check_type
 
 P = ParamSpec("P")  # type checkers reject a tuple assignment
 R = TypeVar("R")
@@ -102,3 +105,22 @@ class KnownFields:
             if name not in field_names:
                 raise _unknown(cls.callee or cls.__name__, name, field_names)
         return super().__new__(cls)
+
+
+class CheckedFields(KnownFields):
+    """Base class of dataclasses that also reject wrong values of flags and of parts.
+
+    A field whose default is a bool must be a bool. A field whose default can be called must be an object to call.
+    """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        record = super().__new__(cls, *values, **named)
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        positional = (name for name, field in fields.items() if not field.kw_only)
+        for name, value in (*zip(positional, values, strict=False), *named.items()):
+            default = fields[name].default
+            if isinstance(default, bool):
+                check_type(f"{cls.__name__}: {name}", value, bool | np.bool_, "True or False")
+            elif callable(default):
+                check_object(cls.__name__, name, value, f"{type(default).__name__}()")
+        return record

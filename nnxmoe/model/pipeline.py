@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from nnxmoe.axes import CONTEXT, AnyMesh
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.stateful import is_captured
@@ -36,7 +37,7 @@ AXIS = "pipe"
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class Pipeline(CheckedFields):
     """A pipeline over the longest run of equal layers, with one stage per index of the mesh axis ``pipe``.
 
     The stages compute a batch in ``microbatches + stages - 1`` turns (GPipe, Huang et al. 2019).

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from nnxmoe.config.arguments import CheckedFields
+from nnxmoe.config.validate import check_object
 from nnxmoe.layers.stateful import checkpoint
 
 NAMES = (
@@ -24,7 +26,7 @@ NAMES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Remat:
+class Remat(CheckedFields):
     """Rematerialization of all activations of a layer except for its input and the named activations.
 
     Names of activations (most are also options of MaxText's ``remat_policy: custom``):
@@ -52,6 +54,8 @@ class Remat:
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.policy is not None:
+            check_object("Remat", "policy", self.policy, "jax.checkpoint_policies.dots_saveable")
         for option in ("save", "offload"):
             names = getattr(self, option)
             if isinstance(names, str) or not isinstance(names, Sequence) or not all(name in NAMES for name in names):

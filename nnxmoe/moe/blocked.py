@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.kernel import Kernel, as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
@@ -19,7 +20,7 @@ from nnxmoe.sharding import is_static
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockedMatmul:
+class BlockedMatmul(CheckedFields):
     """Grouped matmul that loops over blocks of rows. All rows of a block belong to the same group.
 
     FLOPs scale with the number of rows, not with the number of experts. The backward pass saves only the inputs.

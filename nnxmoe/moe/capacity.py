@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import AnyMesh
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_number, check_object, set_positive
 from nnxmoe.layers.chunks import map_chunks
@@ -22,7 +23,7 @@ from nnxmoe.sharding_rules import shard_count
 
 
 @dataclasses.dataclass(frozen=True)
-class Capacity:
+class Capacity(CheckedFields):
     """Dispatch with a fixed number of slots per expert and batch row (GShard, 2020).
 
     Assignments fill the slots in token order. Assignments beyond the last slot are dropped. The number of slots is
@@ -90,7 +91,7 @@ def _max_load(routing: Routing) -> Int[Array, ""]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class Chunked(CheckedFields):
     """Dispatch that applies ``inner`` to one chunk of the sequence at a time. The backward pass rematerializes chunks.
 
     Only the activations of one chunk are in memory. If ``inner`` is a `Capacity`, each chunk has separate slots.

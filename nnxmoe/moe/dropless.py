@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from nnxmoe.axes import AnyMesh
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import check_object
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, Sorted, dispatch_info
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.selection import Routing
@@ -28,7 +28,7 @@ class BufferedDispatch(Dispatch, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropless:
+class Dropless(CheckedFields):
     """Dispatch that uses ``inner`` if all assignments of the batch fit into its buffers, and ``fallback`` otherwise.
 
     The choice is made per layer and step, and is the same on all devices. Only the chosen dispatch is computed, but XLA
@@ -48,7 +48,6 @@ class Dropless:
             raise ValueError(
                 f"Dropless(inner={short(self.inner)}): use Capacity, or ExpertParallel with a buffer_factor"
             )
-        check_object("Dropless", "fallback", self.fallback, "Sorted()")
 
     @property
     def token_independent(self) -> bool:

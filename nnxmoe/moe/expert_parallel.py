@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.config.validate import check_object, set_positive
+from nnxmoe.config.arguments import CheckedFields
+from nnxmoe.config.validate import check_object, check_type, set_positive
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorted, dispatch_info, mask_padding
@@ -40,7 +41,7 @@ class Exchange(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertParallel:
+class ExpertParallel(CheckedFields):
     """Dispatch that shards the experts over ``axis``, and the batch over ``data_axes`` and ``axis``.
 
     Attributes:
@@ -62,7 +63,8 @@ class ExpertParallel:
     def __post_init__(self) -> None:
         check_object("ExpertParallel", "inner", self.inner, "Sorted()")
         check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
-        if isinstance(self.data_axes, str):
+        check_type("ExpertParallel: axis", self.axis, str, "the name of a mesh axis")
+        if not isinstance(self.data_axes, list | tuple | None):
             raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): data_axes must be a tuple of axis names")
         if self.data_axes is None:
             return
@@ -145,7 +147,7 @@ def _shard_load(routing: Routing, mesh: AnyMesh | None, row_axes: Sequence[str])
 
 
 @dataclasses.dataclass(frozen=True)
-class BufferedExchange:
+class BufferedExchange(CheckedFields):
     """Exchange with a receive buffer.
 
     Attributes:
@@ -215,7 +217,7 @@ MAX_BUFFER_FACTOR = 8  # multiple of the balanced load that covers the worst cas
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedExchange:
+class ChunkedExchange(CheckedFields):
     """Exchange that runs ``exchange`` on one chunk of each sequence at a time. The backward pass rematerializes chunks.
 
     The receive buffer only needs to fit the rows of one chunk. Unlike `Chunked` around `ExpertParallel`, this class

@@ -13,6 +13,7 @@ import jax.extend
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.layers.linear.code_format import CODEBOOKS, INT4_ZERO
 from nnxmoe.layers.linear.kernel import as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
@@ -36,7 +37,7 @@ def _library() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokamaxMatmul:
+class TokamaxMatmul(CheckedFields):
     """Grouped matmul with ``tokamax.ragged_dot``, for float and quantized kernels.
 
     Rows beyond ``sum(sizes)`` must be finite. On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of

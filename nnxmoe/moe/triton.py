@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.code_format import INT4_ZERO, CodeFormat
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, as_kernel
@@ -43,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonMatmul:
+class TritonMatmul(CheckedFields):
     """Grouped matmul in a single Triton kernel, for 16-bit rows and widths that are multiples of 16.
 
     Each program multiplies a tile of one group's rows by a tile of the group's kernel. 4-bit and 8-bit codes are
@@ -80,7 +81,7 @@ class TritonMatmul:
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonProduct:
+class TritonProduct(CheckedFields):
     """Product of a few 16-bit rows with one quantized kernel, for decoding. Reads the codes once.
 
     Attributes:

@@ -21,11 +21,13 @@ from nnxmoe.apps.planning.torus import hardware
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.linear.lora import LoRA
-from nnxmoe.layers.linear.quantized_products import BlockwiseProduct
+from nnxmoe.layers.linear.quantized_products import BlockwiseProduct, TwoInt8Product, W8A8Product
 from nnxmoe.model.quantization.methods import Mixed
+from nnxmoe.moe.triton import TritonMatmul, TritonProduct
 from nnxmoe.train import lora
 from nnxmoe.train.finetune import Finetune
 from nnxmoe.train.loop.callbacks import CsvLog, JsonLog
+from nnxmoe.train.loop.rollouts import RolloutOptions
 
 pytestmark = pytest.mark.wrong_types
 
@@ -131,6 +133,26 @@ def test_values_that_are_not_paths_name_the_argument(model: nnxmoe.CausalLM, val
     for write in (JsonLog, CsvLog):
         with pytest.raises(ValueError, match=r"path is .*: pass a path"):
             write(value)
+
+
+def test_fields_of_strategy_objects_are_checked() -> None:
+    """Flags, parts and names of fields, by name or by position."""
+    for message, call in {
+        r"TritonMatmul: interpret='no': pass True or False": lambda: TritonMatmul(interpret="no"),  # pyright: ignore
+        r"SplashAttention: interpret=1: pass True or False": lambda: nnxmoe.SplashAttention(interpret=1),  # pyright: ignore
+        r"TritonMatmul\(fallback=3\): pass an object such as Blocked": lambda: TritonMatmul(3),  # pyright: ignore
+        r"TritonProduct\(fallback=None\): pass": lambda: TritonProduct(fallback=None),  # pyright: ignore
+        r"W8A8Product\(fallback=.*\): pass an object such as Block": lambda: W8A8Product(BlockwiseProduct),
+        r"TwoInt8Product\(fallback='x'\): pass": lambda: TwoInt8Product(fallback="x"),  # pyright: ignore
+        r"Remat\(policy='dots'\): pass": lambda: nnxmoe.Remat(policy="dots"),  # pyright: ignore
+        r"ExpertParallel: axis=3: pass": lambda: nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll(), 3),  # pyright: ignore
+        r"Capacity\(\) has no argument 'fctor'; did you mean factor": lambda: nnxmoe.Capacity(fctor=2),  # pyright: ignore
+        r"TritonMatmul\(\) has no argument 'fallbak'": lambda: TritonMatmul(fallbak=None),  # pyright: ignore
+        r"RolloutOptions: pack='no': pass": lambda: RolloutOptions(pack="no"),  # pyright: ignore
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert TritonMatmul(interpret=np.True_).interpret  # pyright: ignore[reportArgumentType]
 
 
 def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:

@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from nnxmoe.config.validate import check_object, set_positive
+from nnxmoe.config.arguments import CheckedFields
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.attention.flash_attention import FlashAttention
 from nnxmoe.layers.attention.softmax_attention import (
     AttentionFn,
@@ -23,7 +24,7 @@ MAX_PAIRS = 512 * 512  # Maximum number of query-key pairs per row. `long_contex
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockwiseAttention:
+class BlockwiseAttention(CheckedFields):
     """Attention that splits a causal pass into query blocks and passes each block only the keys that it may attend to.
 
     Score blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022). With 8 query blocks, 36 of the
@@ -45,8 +46,6 @@ class BlockwiseAttention:
 
     def __post_init__(self) -> None:
         set_positive(self, "blocks")
-        check_object("BlockwiseAttention", "inner", self.inner, "ReferenceAttention()")
-        check_object("BlockwiseAttention", "long_context", self.long_context, "FlashAttention()")
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
         length, mask = q.shape[2], softmax.mask

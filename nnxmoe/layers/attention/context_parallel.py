@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT
-from nnxmoe.config.validate import check_object
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 from nnxmoe.layers.mask import Mask
@@ -138,7 +138,7 @@ def ppermute_next(x: Any, steps: int = 1) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGatherAttention:
+class AllGatherAttention(CheckedFields):
     """Attention that all-gathers keys and values, or MLA's latents, over the mesh axis ``context``.
 
     This is the default on meshes with axis ``context``. Each device computes attention for its own queries (Llama 3,
@@ -153,9 +153,6 @@ class AllGatherAttention:
 
     inner: AttentionFn = BlockwiseAttention()
     mesh: Mesh | None = dataclasses.field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        check_object("AllGatherAttention", "inner", self.inner, "BlockwiseAttention()")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
         """Return a copy bound to ``mesh``."""

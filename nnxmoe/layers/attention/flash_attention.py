@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.attention.softmax_attention import HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 from nnxmoe.layers.cache import SlotMetadata
@@ -38,7 +39,7 @@ class Blocks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashAttention:
+class FlashAttention(CheckedFields):
     """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores, accumulated in float32.
 
     Key blocks whose indices or segments are outside the range that a query block attends to are skipped. The outputs

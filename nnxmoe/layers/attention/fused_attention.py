@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 from nnxmoe.layers.mask import Mask
@@ -23,7 +24,7 @@ SINK_WIDTH = 8  # components added for sinks: two are used, but cuDNN requires m
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardMapKernel:
+class ShardMapKernel(CheckedFields):
     """Base class for kernels that XLA cannot partition. Each device computes its shard of the rows and heads.
 
     Attributes:

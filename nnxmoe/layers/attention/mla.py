@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.attention.context_parallel import ContextParallelAttention
@@ -129,7 +130,7 @@ def _project_heads(x: Float[Array, "B N T I"], project: Callable[[Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveMLA:
+class AdaptiveMLA(CheckedFields):
     """`AbsorbedMLA` for up to ``max_queries`` tokens per pass (decoding), otherwise `NaiveMLA` (prefill, training)."""
 
     max_queries: int = 8

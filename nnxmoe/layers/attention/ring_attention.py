@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT
-from nnxmoe.config.validate import check_object
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.context_parallel import ContextShards, is_context_sharded, ppermute_next, shard_map_context
 from nnxmoe.layers.attention.flash_attention import LOWEST, FlashAttention, sinks_gradient
@@ -25,7 +25,7 @@ KVExpansion = Callable[[Array, Any], tuple[Array, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class RingAttention:
+class RingAttention(CheckedFields):
     """Attention that sends keys and values, or MLA's latents, from device to device along the mesh axis ``context``.
 
     In each step, a device computes attention of its queries to one shard of the keys, and merges the result with the
@@ -45,7 +45,6 @@ class RingAttention:
     mesh: Mesh | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_object("RingAttention", "fallback", self.fallback, "BlockwiseAttention()")
         if not isinstance(self.flash, FlashAttention):
             raise ValueError(f"RingAttention(flash={self.flash!r}): pass FlashAttention(block_q, block_k)")
 

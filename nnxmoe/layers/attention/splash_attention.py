@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.flash_attention import FlashAttention
 from nnxmoe.layers.attention.fused_attention import FusedAttention, ShardMapKernel, shard_map_heads
@@ -65,9 +64,6 @@ class SplashAttention(ShardMapKernel):
 
     fallback: AttentionFn = BlockwiseAttention()
     interpret: bool = False
-
-    def __post_init__(self) -> None:
-        check_object("SplashAttention", "fallback", self.fallback, "BlockwiseAttention()")
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
         mask = softmax.mask

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.matmul import dot_f32, matmul_f32
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
@@ -27,7 +28,7 @@ class DequantizedProduct:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockwiseProduct:
+class BlockwiseProduct(CheckedFields):
     """Product that dequantizes and multiplies one block of outputs at a time.
 
     Up to `MAX_LOOP_ROWS` 16-bit rows are multiplied in float32, because CPUs dequantize to float32 faster than to
@@ -88,7 +89,7 @@ def _multiply_transposed_blocks(x: Float[Array, "R O"], kernel: QuantizedKernel,
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoInt8Product:
+class TwoInt8Product(CheckedFields):
     """Integer product of int8 codes with rows that are split into two int8 rows each.
 
     Each row is approximated by a sum of two int8 rows. The first int8 row has a step size of 1/127 of the row's largest
@@ -118,7 +119,7 @@ class TwoInt8Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewRowsProduct:
+class FewRowsProduct(CheckedFields):
     """Product of up to 8 rows that dequantizes the weights inside the loop of `sum_in_one_loop`.
 
     Attributes:
@@ -155,7 +156,7 @@ class FewRowsProduct:
 
 
 @dataclasses.dataclass(frozen=True)
-class W8A8Product:
+class W8A8Product(CheckedFields):
     """Integer product of int8 codes with rows rounded to int8, with one scale per row. Must be selected explicitly.
 
     **Changes numbers** by about 1 %, unlike all other products.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.config.arguments import KnownFields
+from nnxmoe.config.arguments import CheckedFields, KnownFields
 from nnxmoe.config.validate import set_numbers, set_positive
 from nnxmoe.train.loop.batch import Batch, targets_of
 
@@ -126,7 +126,7 @@ class Clip(KnownFields):
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportanceSampling(KnownFields):
+class ImportanceSampling(CheckedFields):
     """Loss weights ``pi_trainer / pi_sampler``, for samplers with different numerics (Yao et al. 2025).
 
     The weights are limited to [``floor``, ``cap``] and have no gradient.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from nnxmoe.config.arguments import KnownFields
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import set_positive
 from nnxmoe.convert.storage.multihost import gather_texts
@@ -33,7 +33,7 @@ _logger = logging.getLogger("nnxmoe")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutOptions(KnownFields):
+class RolloutOptions(CheckedFields):
     """Options for sampling the training data of a policy gradient.
 
     Attributes:
