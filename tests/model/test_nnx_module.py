@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.context import FeedForwardOutput
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -24,7 +25,7 @@ from nnxmoe.models import family_of
 from nnxmoe.moe.router import Router
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
-from tests.support.tiny import build_tiny, random_tokens, stacking_of
+from tests.support.tiny import build, build_tiny, random_tokens, stacking_of
 
 IDS = random_tokens(2, 9)
 
@@ -302,6 +303,27 @@ def test_wrapped_parts() -> None:
     assert not model.token_independent() and model.vocab_size == 53
     assert max_error(model(IDS).logits, other(IDS).logits) < 1e-4
     assert np.array_equal(nnxmoe.generate(model, IDS, max_new_tokens=3), nnxmoe.generate(other, IDS, max_new_tokens=3))
+
+
+@pytest.mark.slow
+def test_wrapped_parts_that_layers_share() -> None:
+    """Gemma 4 E2B: attentions that read the keys of earlier layers, and an embedding with inputs of all layers."""
+    from tests.support.families import load
+
+    case = load("gemma4_text")
+    model = build(case.fields, case.weights)
+    wanted, attentions = model(IDS).logits, [layer.attention for layer in layers(model)]
+    model.norm = Passing(model.norm)
+    for layer in layers(model):
+        if isinstance(layer.attention, CrossLayerAttention):
+            layer.attention, layer.moe = Passing(layer.attention), Passing(layer.moe)
+    assert max_error(model(IDS).logits, wanted) < 1e-5
+    layers(model)[0].attention = Passing(attentions[0])
+    with pytest.raises(ValueError, match=r"layer\.attention, a Passing, must define attend_and_share"):
+        model(IDS)
+    layers(model)[0].attention, model.embed = attentions[0], Passing(model.embed)
+    with pytest.raises(ValueError, match=r"model\.embed, a Passing, must define inputs"):
+        model(IDS)
 
 
 class Passing(Twice):
