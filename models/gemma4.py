@@ -7,7 +7,7 @@ each layer also has a separate input per token, and the last layers attend to ke
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -223,13 +223,16 @@ class Gemma4Text(GemmaModel):
     def __init__(self, config: Gemma4TextConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
         self.passes_layer_state = config.passes_layer_state
+        self.has_layer_inputs = config.hidden_size_per_layer_input > 0
 
     def layer_type(self, index: int) -> Hashable:
         c = self.config
         return c.attention_types[index], index >= c.first_shared, c.stores_keys[index]
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
-        inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
+        if self.has_layer_inputs and not hasattr(self.embed, "inputs"):
+            raise ValueError(f"model.embed, a {type(self.embed).__name__}, must define inputs(x, tokens)")
+        inputs = cast(PerLayerEmbed, self.embed).inputs(x, jnp.asarray(tokens)) if self.has_layer_inputs else None
         return (x, inputs, jnp.int32(0), {}) if self.passes_layer_state else x
 
     def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out D"]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, PyTree
 
-from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.context import Context, FeedForwardOutput
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -65,11 +64,13 @@ class EdgeLayer(GemmaLayer):
     def __call__(self, x: PyTree, context: Context, cache: PyTree | None = None) -> LayerOutput:
         hidden, inputs, layer_index, shared_keys = x
         attention: Any = self.attention
-        if isinstance(attention, CrossLayerAttention):
-            update, _ = attention(self.attention_norm(hidden), context=context, cache=shared_keys[self.layer_type])
-        else:
+        if hasattr(attention, "attend_and_share"):
             update, cache, keys = attention.attend_and_share(self.attention_norm(hidden), context=context, cache=cache)
             shared_keys = shared_keys | {self.layer_type: keys} if self.stores else shared_keys
+        elif self.layer_type in shared_keys:  # a `CrossLayerAttention`, which may be wrapped
+            update, _ = attention(self.attention_norm(hidden), context=context, cache=shared_keys[self.layer_type])
+        else:
+            raise ValueError(f"layer.attention, a {type(attention).__name__}, must define attend_and_share")
         hidden = context.output_tokens(hidden) + self._normalize_and_scale(update, self.attention_post_norm)
         update, info = self.feed_forward_branch(hidden, context=context)
         hidden = hidden + update

@@ -12,6 +12,7 @@ from flax import nnx
 from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.linen.mapping import LAYER, Mapped, Source, check_faults, checked_pair, flat, read_mapping, unused
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.testing.parameters import is_parameter
 
 
 def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -> None:
@@ -20,8 +21,9 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
     Values are cast to the dtypes of the module and placed on its devices.
 
     Args:
-        module: Any NNX module, including an abstract module (``nnx.eval_shape``). Random state does not
-            change. For models of nnxmoe use `nnxmoe.linen.from_linen`.
+        module: Any NNX module, including an abstract module (``nnx.eval_shape``). Random state, arrays outside of
+            variables, and variables without an array do not change. For models of nnxmoe use
+            `nnxmoe.linen.from_linen`.
         params: The Linen tree, boxed or not, with or without the collection ``params``.
         mapping: Dict from the path of an NNX parameter, ``blocks/{layer}/up/kernel``, to a Linen name,
             or to a pair of one or several Linen names and a function from these arrays to the NNX
@@ -41,8 +43,8 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
         )
     if not isinstance(mapping, Mapping):
         raise ValueError(f"the mapping is a {type(mapping).__name__}: pass a dict from NNX names to names in the tree")
-    linen_arrays, state = flat(params), nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.RngState)))
-    variables = {"/".join(map(str, path)): (path, variable) for path, variable in state}
+    linen_arrays, state = flat(params), nnx.to_flat_state(nnx.state(module))
+    variables = {"/".join(map(str, path)): (path, leaf) for path, leaf in state if is_parameter(leaf)}
     target_shapes = {name: tuple(flax_order(variable, variable.shape)) for name, (_, variable) in variables.items()}
     rows, errors = read_mapping(_Stacked(mapping, linen_arrays), target_shapes, linen_arrays, _general_name(mapping))
     errors += [

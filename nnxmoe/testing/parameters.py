@@ -209,3 +209,9 @@ def _part(part: Parameter) -> Part:
 def kind(array: Any) -> str:
     """Return dtype and shape as text, such as ``float32[3, 4]``."""
     return f"{array.dtype}{list(array.shape)}"
+
+
+def is_parameter(leaf: Any) -> bool:
+    """Return whether a leaf of a module's state is a variable with an array, except for random state."""
+    is_variable = isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
+    return is_variable and isinstance(leaf.get_value(), jax.Array | np.ndarray | jax.ShapeDtypeStruct)

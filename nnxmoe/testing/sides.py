@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.linen.mapping import Row
-from nnxmoe.testing.parameters import Arrays
+from nnxmoe.testing.parameters import Arrays, is_parameter
 from nnxmoe.testing.record import Call, Tape, is_floating
 
 
@@ -36,7 +36,7 @@ class Arguments:
 
 
 class NNXSide:
-    """NNX module as a function of its parameters. Random state is not a parameter.
+    """NNX module as a function of its parameters (see `is_parameter`).
 
     Kernels of nnxmoe are in Flax's dimension order, ``[*ins, *outs]``.
     """
@@ -48,12 +48,13 @@ class NNXSide:
         self.params: Arrays = {}
         self.orders: dict[str, tuple[int, ...]] = {}
         for name, _, variable in self.flat:
+            if not is_parameter(variable):
+                continue
             value = variable.get_value()
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise ValueError(f"the NNX parameter {name} has a shape but no values: create the module with rngs")
-            if not isinstance(variable, nnx.RngState):
-                self.orders[name] = flax_order(variable, range(value.ndim))
-                self.params[name] = value.transpose(self.orders[name])
+            self.orders[name] = flax_order(variable, range(value.ndim))
+            self.params[name] = value.transpose(self.orders[name])
 
     def module(self, params: Mapping[str, Any]) -> Any:
         """Return a copy of the module with these parameters."""

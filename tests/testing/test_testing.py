@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -426,6 +427,33 @@ def test_linen_parameters_are_transposed_cast_and_placed() -> None:
     testing.load_linen(gated, kernels, {"gate/kernel": "g", "up/kernel": ("u", list), "down/kernel": "w"})
     want = (jax.nn.silu(X @ kernels["g"]) * (X @ kernels["u"])) @ kernels["w"]
     np.testing.assert_allclose(gated(X), want, rtol=1e-4)
+
+
+class Constants(nnx.Module):
+    """A linear layer beside an array, a number and a tuple of arrays, none of which are parameters."""
+
+    def __init__(self) -> None:
+        self.up = nnx.Linear(WIDTH, 20, rngs=nnx.Rngs(0))
+        self.table, self.host_table = nnx.data(jnp.ones(2)), nnx.data(np.ones(3))
+        self.steps, self.sown = nnx.Variable(3), nnx.Intermediate((jnp.ones(2),))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.up(x) * self.table[0] * self.steps.get_value()
+
+
+def test_constants_of_a_module_are_not_parameters() -> None:
+    """In `load_linen` and in the comparison."""
+    linen_module, module = nn.Dense(20), Constants()
+    variables = linen_module.init(jax.random.key(1), X)
+    rows = {"up/kernel": "kernel", "up/bias": "bias"}
+    testing.load_linen(module, variables, rows)
+    np.testing.assert_array_equal(module.up.kernel[...], variables["params"]["kernel"])
+    assert module.steps.get_value() == 3 and module.table.shape == (2,)
+    report = testing.assert_module_parity(module, linen_module, rows, (X,), nnx_call=lambda module, x: module(x) / 3)
+    assert report.parameters == 2
+    tensor = SimpleNamespace(dtype="torch.float32", shape=(WIDTH, 20))  # a dtype that NumPy does not know
+    with pytest.raises(ValueError, match=r"not JAX or NumPy arrays: kernel \(SimpleNamespace\)"):
+        testing.load_linen(module, {"kernel": tensor}, rows)
 
 
 @pytest.mark.slow

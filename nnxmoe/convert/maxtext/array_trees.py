@@ -39,7 +39,7 @@ def flatten_arrays(tree: Tree) -> dict[str, Any]:
     arrays = {
         name: array
         for name, array in flatten_tree(tree).items()
-        if not jnp.issubdtype(getattr(array, "dtype", np.dtype(bool)), key_dtype)
+        if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or not jnp.issubdtype(array.dtype, key_dtype)
     }
     check_arrays(arrays)
     return arrays
