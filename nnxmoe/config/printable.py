@@ -33,11 +33,11 @@ def some(names: Sequence[str], limit: int = 3) -> str:
 def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
     """Return "; did you mean …?" with the known names that are most similar to ``name``, ignoring case.
 
-    Names that start with ``name``, if it has at least five characters, precede similar names.
+    If ``name`` contains "-", as names of models do, names that start with it come first.
     Returns "" if no known name is similar.
     """
     names = {known_name.lower(): known_name for known_name in known}
-    matches = [known_name for known_name in names if len(name) > 4 and known_name.startswith(name.lower())]
+    matches = [known_name for known_name in names if "-" in name and known_name.startswith(name.lower())]
     matches = list(dict.fromkeys(matches + difflib.get_close_matches(name.lower(), names, most, cutoff)))[:most]
     return f"; did you mean {' or '.join(names[known_name] for known_name in matches)}?" if matches else ""
 

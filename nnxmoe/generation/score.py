@@ -144,9 +144,9 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
     Raises:
         ValueError: if the value is not a text or a pair of texts.
     """
-    is_row = isinstance(item, tuple | list) or getattr(item, "ndim", 0) == 2
-    pair = is_row and len(item) == 2 and (item[0] is None or _is_text(item[0]))
-    context, text = item if pair else ((), item)
+    is_sequence = isinstance(item, tuple | list) or getattr(item, "ndim", 0) == 2
+    is_pair = is_sequence and len(item) == 2 and (item[0] is None or _is_text(item[0]))
+    context, text = item if is_pair else ((), item)
     if text is None or context is None:
         raise ValueError("a text to score, or its context, is None: pass a string or token ids")
     context_ids = () if isinstance(context, str) else as_token_ids(context)

@@ -126,8 +126,8 @@ def _address_space() -> float:
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
-            pages = _number(next(iter((_read(Path("/proc/self/statm")) or b"").split()), b"")) or 0.0  # 0 if unknown
-            return max(0.0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+            pages = re.match(rb"\d+", _read(Path("/proc/self/statm")) or b"0")
+            return max(0.0, limit - int(pages[0] if pages else 0) * os.sysconf("SC_PAGE_SIZE"))
     return math.inf
 
 

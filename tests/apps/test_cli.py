@@ -252,7 +252,7 @@ IMPORTING = """
 import gc, signal, sys
 from nnxmoe.apps.cli import command
 
-def collecting(*_):  # Python ignores exceptions in such callbacks, of which JAX has one
+def collecting(*_):  # Python ignores exceptions in such callbacks. JAX registers one.
     gc.callbacks.remove(collecting)
     signal.raise_signal(signal.SIGINT)
 
@@ -265,7 +265,7 @@ class AtTheFirstImport:
             gc.collect()
 
 assert "jax" not in sys.modules
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore SIGINT
 sys.meta_path.insert(0, AtTheFirstImport)
 command()
 """

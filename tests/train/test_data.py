@@ -148,6 +148,10 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"instruction": "a", "output": 3}', "output is 3: it must be a non-empty string"),
     (b'{"instruction": "a", "input": ["b"], "output": "c"}', r"input is \['b'\]: it must be a string"),
     (
+        b'{"conversations": [{"from": "function_call", "value": null}]}',
+        r"conversations\[0\]: value is null: it must be the JSON text of a tool call",
+    ),
+    (
         b'{"conversations": [{"from": "robot", "value": "a"}]}',
         r"conversations\[0\] has the role 'robot': use system, dev",
     ),

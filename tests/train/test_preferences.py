@@ -322,6 +322,10 @@ FORMS: dict[str, tuple[Any, tuple[str, str, str]]] = {
     ),
     "texts": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, TEXT),
     "whole texts": ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, TEXT),
+    "question": (
+        {"question": "The sky", "chosen": "The sky is blue.", "rejected": "The sky is green.", "query": ""},
+        TEXT,
+    ),
 }
 
 

@@ -2,10 +2,11 @@
 
 import _thread
 import contextlib
+import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 INTERRUPTED = 130  # 128 + SIGINT
@@ -19,7 +20,7 @@ _interruptions: list[KeyboardInterrupt] = []
 
 def command() -> NoReturn:
     """Run the command line of this process and exit with the command's exit code."""
-    sys.unraisablehook = _repeat_interrupt
+    sys.unraisablehook = functools.partial(_repeat_interrupt, sys.unraisablehook)
     try:
         status = main()
     except KeyboardInterrupt:  # a second Ctrl-C while `main` reports the first
@@ -35,16 +36,17 @@ def command() -> NoReturn:
     os._exit(status)
 
 
-def _repeat_interrupt(unraisable: Any) -> None:
-    """Repeat a Ctrl-C that Python ignored because it came in a callback.
+def _repeat_interrupt(hook: Callable[[Any], Any], unraisable: Any) -> None:
+    """Raise a Ctrl-C again that Python ignored. ``hook`` handles all other ignored exceptions.
 
-    JAX has such a callback for each garbage collection. Without this hook, a quarter of the interrupts during the
-    imports were ignored (8 of 31, jax 0.10.2).
+    Python ignores exceptions in ``gc.callbacks``, and JAX registers one of them. Without this function, 8 of 31
+    interrupts during the imports were lost (jax 0.10.2).
     """
-    if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(0.01, _thread.interrupt_main).start()
-    else:
-        sys.__unraisablehook__(unraisable)
+    if unraisable.exc_type is not KeyboardInterrupt:
+        hook(unraisable)
+        return
+    with contextlib.suppress(RuntimeError):  # during the interpreter's shutdown
+        threading.Timer(0.01, _thread.interrupt_main).start()  # after the callback has returned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -203,7 +203,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         fields = msgspec.json.decode(body)
         if isinstance(fields, dict):
-            fields = {name: _whole(value) for name, value in fields.items() if name not in LABELS}
+            fields = {name: _integral_to_int(value) for name, value in fields.items() if name not in LABELS}
             fields = effective(fields, kind.__struct_fields__, chat=issubclass(kind, ChatRequest))
             if isinstance(messages := fields.get("messages"), list):
                 fields["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
@@ -218,8 +218,10 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     return request
 
 
-def _whole(value: Any) -> Any:
-    """Convert a number such as 5.0 to an integer, as clients in Python may send integers."""
+def _integral_to_int(value: Any) -> Any:
+    """Convert integral floats such as 5.0, also in lists, because some clients serialize integers as floats."""
+    if isinstance(value, list):
+        return [_integral_to_int(element) for element in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -26,7 +26,7 @@ FORMS = {
 
 
 PAIR = ("chosen", "rejected")  # the fields of a preference
-_QUESTIONS = ("instruction", "question", "query", "input")  # names of the prompt of a preference in other formats
+_QUESTIONS = ("instruction", "question", "query", "input")  # names of the prompt field in other preference formats
 _CHATS = ("messages", "conversations", "prompt", "completion", *PAIR)  # fields that may contain messages
 
 
@@ -123,11 +123,14 @@ def _completion(fields: Fields) -> Record:
 def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     """Parse a JSON object as a preference pair in one of TRL's formats.
 
-    Returns the chosen and the rejected record, and the names of ignored fields. In ``{"prompt",
-    "chosen", "rejected"}`` all fields are strings or all are messages. In ``{"chosen", "rejected"}``
-    both fields are whole chats or texts, and the prompt is their longest common prefix. A string prompt
-    next to whole chats is ignored. "tools" are passed to the chat template. Raises RecordError if the
-    object has a different format, or if both completions are equal.
+    Returns the chosen and the rejected record, and the names of ignored fields. In ``{"prompt", "chosen", "rejected"}``
+    all fields are strings or all are messages. In ``{"chosen", "rejected"}`` both fields are whole chats or texts, and
+    the prompt is their longest common prefix. A string prompt next to whole chats is ignored. "tools" are passed to
+    the chat template.
+
+    Raises:
+        RecordError: If the object has a different format, if both completions are equal, or if a field such as
+            ``question`` is text that the chosen text does not contain, and there is no prompt.
     """
     fields = fields_of(value)
     both: list[Any] = [_required(fields, name) for name in PAIR]
@@ -140,7 +143,8 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         index = int(isinstance(both[0], list | tuple | str))
         raise _wrong(PAIR[index], both[index], rule)
     prompt: Any = fields.get("prompt")
-    if prompt is None and texts and (names := [name for name in _QUESTIONS if name in fields]):
+    names = [name for name in _QUESTIONS if isinstance(text := fields.get(name), str) and text not in both[0]]
+    if prompt is None and texts and names:
         raise RecordError(f"there is no prompt: {_field_names(fields)}; rename {names[0]!r} to 'prompt'", "no prompt")
     if both[0] == both[1]:
         raise RecordError("chosen and rejected are equal, so there is no preference to learn")
@@ -247,10 +251,8 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     fields = {name: field for name, field in value.items() if field is not None}
     share_gpt = "from" in fields and "role" not in fields
     role_field, content_field = ("from", "value") if share_gpt else ("role", "content")
-    if share_gpt and fields["from"] == "function_call":  # LLaMA-Factory's role: the value is a call or a list of calls
-        calls = fields.get("value", [])
-        is_object = isinstance(calls, str) and calls.lstrip().startswith("{")
-        fields = {**fields, "from": "gpt", "value": "", "tool_calls": f"[{calls}]" if is_object else calls}
+    if share_gpt and fields["from"] == "function_call":
+        fields = _with_tool_calls(fields, path)
     if calls := _calls(fields, path):
         fields = {content_field: "", **fields, "tool_calls": calls}
     if absent := next((name for name in (role_field, content_field) if name not in fields), None):
@@ -265,6 +267,16 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     role, may_be_empty = ROLES[role], ROLES[role] not in ("user", "assistant") or "tool_calls" in fields
     text = _text({content_field: content}, content_field, f"{path}: ", empty=may_be_empty)
     return {"role": role, "content": text, **fields}
+
+
+def _with_tool_calls(fields: dict[str, Any], path: str) -> dict[str, Any]:
+    """Convert LLaMA-Factory's message ``function_call``. Its value is the JSON text of one call or a list of calls."""
+    calls = fields.get("value")
+    if not calls:
+        raise _wrong(f"{path}: value", calls, "it must be the JSON text of a tool call, or of a list of tool calls")
+    if isinstance(calls, str) and calls.lstrip().startswith("{"):
+        calls = f"[{calls}]"
+    return {**fields, "from": "gpt", "value": "", "tool_calls": calls}
 
 
 def _part(part: Any, path: str) -> str:
