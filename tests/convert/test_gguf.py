@@ -738,6 +738,7 @@ _YARN: dict[str, Any] = {f"{_SCALING}type": "yarn", f"{_SCALING}factor": 4.0, f"
         ({f"{_SCALING}type": "none", f"{_SCALING}factor": 4.0}, None),
         ({f"{_SCALING}type": "yarn"}, None),
         (_YARN, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+        (_YARN | {f"{_SCALING}original_context_length": 0}, {"rope_type": "yarn", "factor": 4.0}),
         (_YARN | {f"{_SCALING}finetuned": True, f"{_SCALING}yarn_ext_factor": 1.0}, {"rope_type": "yarn"}),
         (_YARN | {f"{_SCALING}attn_factor": 1.5}, {"attention_factor": 1.5 * (1 + 0.1 * math.log(4))}),
         (_YARN | {f"{_SCALING}factor": 1.0, f"{_SCALING}attn_factor": 1.5}, {"attention_factor": 1.5}),
@@ -761,7 +762,7 @@ def test_rope_scaling_in_every_spelling(
             config_fields(GGUF.open(file))
         return
     found, notes = config_fields(GGUF.open(file))
-    assert not notes
+    assert not notes and config_from_hf(found)
     if expected is None:
         assert "rope_scaling" not in found
     else:
@@ -776,6 +777,9 @@ def test_rope_scaling_in_every_spelling(
         ("mixtral", "attention.head_count_kv", {"num_key_value_heads": 4}),
         ("qwen3_moe", "attention.head_count_kv", {"num_key_value_heads": 4}),
         ("qwen3_moe", "expert_weights_norm", {"norm_topk_prob": True}),
+        ("qwen3_moe", "feed_forward_length", {"moe_intermediate_size": 12}),
+        ("gpt_oss", "feed_forward_length", {"intermediate_size": 28}),
+        ("mixtral", "feed_forward_length", "feed_forward_length is missing"),
         ("glm4_moe", "leading_dense_block_count", {"first_k_dense_replace": 0}),
         ("glm4_moe", "expert_weights_norm", {"norm_topk_prob": False}),
         ("glm4_moe", "expert_weights_scale", {"routed_scaling_factor": 1.0}),

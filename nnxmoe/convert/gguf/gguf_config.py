@@ -115,6 +115,8 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     keys = _COMMON | extra_keys
     required_keys = [key for key in _COMMON if key not in ("attention.head_count_kv", "rope.freq_base")]
     required_keys += [key for key in keys if key in _NEEDED and not (key in _WIDTH and name == "qwen3moe")]
+    if name in ("qwen3moe", "gpt-oss") and metadata.keys() >= _WIDTH.keys():
+        required_keys.remove("feed_forward_length")  # width of dense layers, which these models lack
     if missing_keys := [key for key in required_keys if key not in metadata]:
         raise model.error(f"{name}.{missing_keys[0]} is missing: the file is incomplete")
     fields = dict(defaults) | {

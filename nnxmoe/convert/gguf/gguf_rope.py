@@ -80,7 +80,11 @@ def _refuse_unused(scaling_type: str, scaling: Mapping[str, Any], refuse: Any) -
 def _yarn(name: str, factor: float, scaling: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     field_names = {"original_context_length": "original_max_position_embeddings"}
     field_names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    # These fields describe the converted model. For most architectures, llama.cpp itself ignores yarn_beta_fast and
+    # yarn_beta_slow (it uses 32 and 1), and it always truncates the range of interpolated frequencies.
     fields: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    if not scaling.get("original_context_length"):
+        del field_names["original_context_length"]  # as in llama.cpp, 0 means the model's context length
     fields |= {field: scaling[key] for key, field in field_names.items() if key in scaling}
     if name == "gpt-oss":
         fields["truncate"] = False
