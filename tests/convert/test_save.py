@@ -344,6 +344,15 @@ def test_no_warning_for_new_folders_and_folders_of_runs(tmp_path: Path, caplog: 
     assert "tokenizer.json will be loaded with the new model" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["old.gguf", "sha256-6a0746a1ec1a"])
+def test_gguf_files_that_stay_beside_a_saved_model_are_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_bytes(b"GGUF and the rest of another model")
+    nnxmoe.save_pretrained(model_of(1), tmp_path, overwrite=True)
+    assert f"files already in the folder are kept: {name}" in caplog.text
+
+
 def test_model_and_adapter_do_not_share_a_folder(tmp_path: Path) -> None:
     """Programs differ in which of the two they read. Saving one raises and leaves the files of the other unchanged."""
     adapted = nnxmoe.from_pretrained("demo")

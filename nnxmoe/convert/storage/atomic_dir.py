@@ -17,7 +17,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.config.validate import path_text
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES
-from nnxmoe.convert.files.untrusted_files import refuse_url
+from nnxmoe.convert.files.untrusted_files import is_gguf, refuse_url
 from nnxmoe.convert.storage.find_checkpoint import NATIVE_FILE, holds_orbax
 from nnxmoe.runtime.progress import logger
 
@@ -222,14 +222,14 @@ def _differs(old_path: Path, new_path: Path) -> bool:
 
 
 def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
-    """Log one warning about remaining files, if a checkpoint was replaced or if tokenizer or code files remain.
+    """Log one warning about remaining files, if a checkpoint was replaced or if GGUF, tokenizer or code files remain.
 
     Tokenizer and code files that remain are loaded with the new model.
     """
     patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES] if replaced is MODEL_FILES else []
     loaded = sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     hint = f". {some(loaded)} will be loaded with the new model: delete the files that belong to the old model"
-    if names and (replaces or loaded):
+    if names and (replaces or loaded or any(is_gguf(target / name) for name in names)):
         listed = f"{some(sorted(names), 10)}{hint if loaded else ''}"
         logger.warning("%s: files already in the folder are kept: %s", target, listed)
 
