@@ -232,7 +232,7 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     ("glm", GLM.format("Rome").removesuffix("</tool_call>") + "<tool_call>now\n</tool_call>", "", [ROME, NOW]),
     ("glm", GLM.format("Rome").replace("</arg_value>", ""), "", [ROME]),
     ("glm", GLM.format("Rome").replace("</arg_key>", ""), "", [ROME]),
-    *(  # what stands in place of the arguments is not content
+    *(  # values in place of the arguments are dropped
         (name, text.replace("{}", value), said, [NOW])
         for name, text, said in (
             ("glm", "<tool_call>now\n{}</tool_call> ok", " ok"),
@@ -252,11 +252,19 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
             ("hermes", "<tool_call>\n", "\n</tool_call> ok", " ok"),
             ("hermes", "<tool_call>\n[", "]\n</tool_call> ok", " ok"),
             ("hermes", "<tool_call>\n[", "", ""),
+            ("hermes", "<tool_call>\n[", "]", ""),
+            ("hermes", "<tool_call>\n[", "\n]\n</tool_", ""),
+            ("hermes", "<tool_call>\n[", "]\nok", "\nok"),
+            ("glm", "<tool_call>[", "]", ""),
+            ("kimi", "<|tool_calls_section_begin|>[", "]", ""),
+            ("qwen xml", "<tool_call>\n[", "]", ""),
             ("glm", "<tool_call>[", "]</tool_call> ok", " ok"),
             ("qwen xml", "<tool_call>\n[", "]\n</tool_call> ok", " ok"),
             ("mistral json", "[TOOL_CALLS]", "", ""),
             ("llama", "", "\nok", "ok"),
             ("llama", "[", "] ok", "ok"),
+            ("llama", "[\n  ", "\n]", ""),
+            ("llama", "\n[ ", "] ok", "ok"),
         )
         for sep in (", ", "; ", "\n", "")
         for first, second in [('{"name": "now", "arguments": {}}', CITY)]
@@ -269,6 +277,8 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     ("glm", f"<tool_call>now</tool_call> {CITY}", f" {CITY}", [NOW]),
     ("llama", "[link](x)", "[link](x)", []),
     ("llama", '[{"a": 1}]', '[{"a": 1}]', []),
+    ("llama", '[\n {"a": 1}]', '[\n {"a": 1}]', []),
+    ("llama", "[ ", "[ ", []),
     ("glm", GLM.format("Rome\n<arg_key>days</arg_key>\n<arg_value>3"), "", [("find", {"city": "Rome", "days": 3})]),
     ("glm", GLM.format("Rome").replace("\n</tool", "\nso </tool") + " then", "so  then", [ROME]),
     ("minimax", MINIMAX.format("Rome"), "", [ROME]),
@@ -317,7 +327,7 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     ("harmony", "<|channel|>commentary to=functions.now json<|message|>null<|call|>", "", [NOW]),
     ("harmony", "<|channel|>commentary to=functions.now json<|message|>Now!<|call|>", "Now!", []),
     ("harmony", '<|channel|>commentary to=functions.find json<|message|>{"city": "Rome"<|call|>', "", [ROME]),
-    *(  # only what stands in place of the arguments is dropped, not the same words in the next call or after it
+    *(  # only values in place of the arguments are dropped, not the same words in the next call or after it
         (name, text + ' None of "" null', ' None of "" null', [NOW, ("find", json.loads(ODD))])
         for name, text in (
             ("kimi", KIMI.replace("find", "now") + "<|tool_call_end|>" + KIMI[28:] + ODD + KIMI_END),
@@ -329,7 +339,8 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     *(  # tags that are written twice, or that nothing follows, are not content
         (name, text.replace(tag, tag * 2) + more, "", [call])
         for name, text, call, tags in (
-            ("glm", GLM.format("Rome"), ROME, ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")),
+            ("glm", GLM.format("Rome"), ROME, ("<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>")),
+            ("glm", GLM.format("Rome"), ROME, ("</tool_call>",)),
             ("qwen xml", QWEN.format("Rome"), ROME, ("<tool_call>", "</tool_call>", "</function>", "<function=find>")),
             ("minimax", MINIMAX.format("Rome") + "</minimax:tool_call>", ROME, ("</minimax:tool_call>", "</invoke>")),
             ("minimax", MINIMAX.format("Rome") + "</minimax:tool_call>", ROME, ('<invoke name="find">',)),
@@ -568,9 +579,17 @@ def test_white_space_after_arguments_takes_linear_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
 def test_repeated_opening_tags_take_linear_time(name: str) -> None:
-    text = FORMATS[name].marks[0] * 200 + "x"
-    answer, since = AnswerForm(calls=ToolOptions(FORMATS[name], PARAMETERS)), time.monotonic()
-    parts(answer, [text])
+    """Repeated tags, and white space in a tag, also if the text arrives in pieces."""
+    form = FORMATS[name]
+    answer, call = AnswerForm(calls=ToolOptions(form, PARAMETERS)), form.before_arguments.replace("NAME", "now")
+    pieces = [[form.marks[0] * 200 + "x"]]
+    if not form.is_object:
+        pieces.append([form.opening, *[call.strip()] * 1000])
+    if form.argument is not None:
+        pieces += [[call, *[form.argument.opening] * 1000], [call, form.argument.opening, *" " * 400]]
+    since = time.monotonic()
+    for text in pieces:
+        parts(answer, text)
     assert time.monotonic() - since < 5
 
 

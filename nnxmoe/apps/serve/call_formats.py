@@ -26,7 +26,8 @@ class ArgumentTags:
         opening: The template up to the key.
         end_tag: The tag after a value.
         space: White space between a value and ``end_tag``.
-        head: Pattern of the text before a value. Models may omit a tag after the key.
+        tag: Pattern of an opening tag, its key and the tags before the value. Models may omit a tag after the key.
+        head: Pattern of the text before a value. Models may repeat the opening tag.
     """
 
     def __init__(self, template: str):
@@ -36,10 +37,12 @@ class ArgumentTags:
         self.space = self.after[: self.after.index(self.end_tag)]
         tags = [re.escape(tag) for tag in _TAG.findall(after_key)]
         if len(tags) == 2:
-            tail = rf"(?:(?:\s*{tags[0]})++\s*(?:{tags[1]})?|\s*{tags[1]})"
+            value_tags = rf"(?:{tags[1]}\s*+(?={tags[1]}))*+{tags[1]}"  # white space after the last tag is content
+            tail = rf"(?:(?:{tags[0]}\s*+)++(?:{value_tags})?|{value_tags})"
         else:
             tail = _pattern(after_key, r"\n?")
-        self.head = re.compile(rf"\s*(?:{_pattern(self.opening)}\s*)+(?P<key>[^<>\"]+){tail}")
+        self.tag = rf"{_pattern(self.opening)}\s*+(?P<key>[^<>\"]++){tail}"
+        self.head = re.compile(rf"\s*+(?:{_pattern(self.opening)}\s*+(?=<))*+{self.tag}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +96,9 @@ class CallFormat:
     def object_head(self) -> re.Pattern[str]:
         """Pattern of the text before a call that is one JSON object.
 
-        Models of any family may write such calls, and several of them, or a list, after one opening tag.
+        Models of any family may write calls as JSON objects. One opening tag may precede several objects or a list.
         """
+        # If `closing` is empty, `tail` has the tag after the last call: an object after it is content.
         end_of_call = self._brackets if self.closing == "" else f"(?:{self.tail.pattern})?{self._brackets}"
         return re.compile(rf"(?:{self._between('+')}|{end_of_call}[,;]?\s*+)(?:\[\s*+)?(?=\{{)")
 
@@ -102,15 +106,20 @@ class CallFormat:
     def tail(self) -> re.Pattern[str]:
         """Pattern of the text after the arguments of a call.
 
-        The pattern skips further fields of the call. Models may write the last brace twice or not at all.
+        The pattern skips further fields of the call. Models may write the last brace twice or not at all, or close
+        a list.
         """
         return re.compile(self._brackets + _pattern(self.after_arguments.removeprefix("}")))
 
     @property
     def _brackets(self) -> str:
-        """Pattern of the further fields and brackets of a call that is one JSON object, which may be in a list."""
-        brackets = r"[\s" + ("}" if self.is_object else "") + ("" if self.closing == "]" else r"\]") + "]*+"
-        return (r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?" if self.is_object else "") + brackets
+        """Pattern of what may follow the arguments inside a call: further fields of an object, and closing brackets."""
+        return (r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?" if self.is_object else "") + rf"[\s{self._closers}]*+"
+
+    @property
+    def _closers(self) -> str:
+        """Closing brackets of a call, for a character class."""
+        return ("}" if self.is_object else "") + ("" if self.closing == "]" else r"\]")
 
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
@@ -139,15 +148,14 @@ class CallFormat:
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
         """Pattern that matches the remainder of a call's end at the start of a text."""
-        tags = _any_of(self.closing_tags)
-        brace = r"\s}" if self.is_object else r"\s"
-        return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
+        tags, closers = _any_of(self.closing_tags), self._closers
+        return re.compile(rf"^(?:{self.tail.pattern})?(?:[\s{closers}]*+(?:{tags}))*+(?:\s*+[{closers}])*+")
 
     @functools.cached_property
     def argument_tags(self) -> re.Pattern[str]:
         """Pattern of the tags of arguments, with the groups head, end and stop."""
         assert self.argument is not None
-        head = self.argument.head.pattern.removeprefix(r"\s*").replace("?P<key>", "?:")
+        head = self.argument.tag.replace("?P<key>", "?:")
         stops = "|".join(map(re.escape, self.stops))
         return re.compile(rf"(?P<head>{head})|(?P<end>{re.escape(self.argument.end_tag)})|(?P<stop>{stops})")
 
@@ -156,13 +164,13 @@ class CallFormat:
         """Pattern of the text between the arguments of a call and the next call."""
         return re.compile(self._between("*"))
 
-    def _between(self, count: str) -> str:
-        """Pattern of the text between two calls. ``count`` quantifies the opening tags."""
+    def _between(self, quantifier: str) -> str:
+        """Pattern of the text between two calls. ``quantifier`` (``*`` or ``+``) applies to the opening tags."""
         between = _pattern(self.between.strip())
         marks = () if self.only_at_start else self.marks
         texts = dict.fromkeys(text.strip() for text in (self.opening, *marks))  # equal texts would match in many ways
         openings = "|".join(map(_pattern, filter(None, texts))) or "$."  # models may repeat them
-        return rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+){count}"
+        return rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:(?:{openings})\s*+){quantifier}"
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -107,10 +107,10 @@ class CallSplit:
 
         Models may omit part of a call's end, or reach the length limit within it.
         """
-        form, letters = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
+        form, letters = self._format, "".join(text.split()).removesuffix(self._format.between.strip()).lstrip("}]")
         suffix = form.after_arguments + (form.closing or "")
         opening = "" if form.argument is None else form.argument.opening
-        endings = ["".join(part.split()) for part in (suffix, opening)]
+        endings = ["".join(part.split()).lstrip("}]") for part in (suffix, opening)]
         is_end = any(ending.startswith(letters) for ending in endings) or form.tail.fullmatch(text.rstrip())
         return bool(is_end or form.between_calls.fullmatch(text))
 
@@ -139,9 +139,10 @@ class CallSplit:
             if self._said:
                 self._buffer = ""
                 return AnswerPart(content=text) if text else None
-            if any(mark != text.strip() and mark.startswith(text.strip()) for mark in marks):
+            letters = "".join(text.split())
+            if any(mark != letters and mark.startswith(letters) for mark in marks):
                 return None
-            mark_positions = [len(text) - len(text.lstrip())] if text.lstrip().startswith(marks) else []
+            mark_positions = [len(text) - len(text.lstrip())] if letters.startswith(marks) else []
             num_held = 0
         else:
             mark_positions = [position for position in map(text.find, marks) if position >= 0]
@@ -165,13 +166,14 @@ class CallSplit:
             self._arguments = JsonArguments(form.stops)
         elif form.argument is not None:
             tag = form.before_arguments.strip().replace("NAME", match["name"])
-            while tag.endswith(">") and rest.startswith(tag):  # models may repeat the tag that contains the name
-                rest = rest.removeprefix(tag).lstrip()
-            if tag.endswith(">") and rest and tag.startswith(rest) and not final:
-                return None
+            if tag.endswith(">"):  # models may repeat the tag; otherwise `tag` ends with the name, as in GLM's format
+                rest = re.sub(rf"^(?:{re.escape(tag)}\s*+)++", "", rest)
+                if rest and tag.startswith(rest) and not final:
+                    return None
             part = next_tag(form, rest)
             is_tag_first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
-            if not (is_end or is_tag_first or (is_tool and (part is not None or (final and rest.startswith("<"))))):
+            has_arguments = is_tag_first or form.argument.head.match(rest) is not None
+            if not (is_end or has_arguments or (is_tool and (part is not None or (final and rest.startswith("<"))))):
                 return None
             self._arguments = TaggedArguments(self._tools, match["name"])
         elif is_end or _NOTHING.sub("", rest, count=1).startswith(form.stops):

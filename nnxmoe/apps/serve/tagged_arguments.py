@@ -44,7 +44,7 @@ class TaggedArguments:
         if part is None and not final:
             return Taken(rest=text)
         between, rest = (text, "") if part is None else (text[: part.start()], text[part.start() :])
-        if between.strip() in (NOTHING[:1] if self._count else NOTHING):
+        if not between.strip() or (not self._count and between.strip() in NOTHING):
             between = ""
         if part is not None and (between or part.lastgroup == "head"):
             return Taken(said=between.lstrip(), rest=rest)
