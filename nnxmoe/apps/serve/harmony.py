@@ -63,8 +63,12 @@ class HarmonySplit:
             return None
         header, self._buffer = self._buffer[: match.start()], self._buffer[match.end() :]
         if match[0] == MESSAGE:
-            said, mark, _ = _split_header(header)[1].partition(BEGINS[1])
-            return AnswerPart(content=said.rstrip() if mark else "").followed_by(self._message(header))
+            known, text = _split_header(header)
+            said, *others = re.split("|".join(map(re.escape, BEGINS)), text, maxsplit=1)
+            result = AnswerPart()
+            if said.strip() and others and BEGINS[0] not in known:  # text before a header; a role follows BEGINS[0]
+                result = self._message("").followed_by(AnswerPart(content=said.rstrip()))
+            return result.followed_by(self._message(header))
         header, text = _split_header(header)  # the model omitted the mark between the header and the message
         if not text.strip() and _CALLED.search(header + MESSAGE) is None:
             return AnswerPart()
