@@ -99,12 +99,18 @@ class KnownFields:
 
     callee = ""
 
-    def __new__(cls, *_: Any, **fields: Any) -> Self:
-        field_names = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]
-        for name in fields:
-            if name not in field_names:
-                raise _unknown(cls.callee or cls.__name__, name, field_names)
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        parameters = cls._parameters()
+        for name in named:
+            if name not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                raise _unknown(cls.callee or cls.__name__, name, parameters)
         return super().__new__(cls)
+
+    @classmethod
+    def _parameters(cls) -> dict[str, inspect.Parameter]:
+        """Return the parameters of the constructor, which are not the fields if a subclass has its own ``__init__``."""
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()  # without self
+        return {parameter.name: parameter for parameter in parameters}
 
 
 class CheckedFields(KnownFields):
@@ -115,10 +121,9 @@ class CheckedFields(KnownFields):
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         record = super().__new__(cls, *values, **named)
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-        positional = (name for name, field in fields.items() if not field.kw_only)
-        for name, value in (*zip(positional, values, strict=False), *named.items()):
-            default = fields[name].default
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        for name, value in (*zip(cls._parameters(), values, strict=False), *named.items()):
+            default = defaults.get(name)
             if isinstance(default, bool):
                 check_type(f"{cls.__name__}: {name}", value, bool | np.bool_, "True or False")
             elif callable(default):

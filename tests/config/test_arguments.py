@@ -1,5 +1,6 @@
 """Arguments of the wrong type raise ValueErrors that name the argument, in every public function."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -153,6 +154,24 @@ def test_fields_of_strategy_objects_are_checked() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert TritonMatmul(interpret=np.True_).interpret  # pyright: ignore[reportArgumentType]
+
+
+def test_subclasses_of_strategy_objects_have_their_own_constructors() -> None:
+    class PerExpert(nnxmoe.Capacity):
+        def __init__(self, rows: int, **options: Any):
+            super().__init__(factor=rows / 4, **options)
+
+    @dataclasses.dataclass(frozen=True)
+    class Seeded(nnxmoe.RaggedAllToAll):
+        seed: dataclasses.InitVar[int] = 0
+
+        def __post_init__(self, seed: int) -> None:
+            assert seed == 3
+
+    assert PerExpert(rows=2) == copy.copy(PerExpert(2)) and PerExpert(rows=2).factor == 0.5
+    assert Seeded(seed=3) == Seeded(seed=3)
+    with pytest.raises(ValueError, match=r"Seeded\(\) has no argument 'sed'; did you mean seed"):
+        Seeded(sed=3)  # pyright: ignore[reportCallIssue]
 
 
 def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
