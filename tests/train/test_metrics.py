@@ -326,20 +326,22 @@ def test_files_that_are_no_logs_are_refused(kind: Any, text: str, tmp_path: Path
 def test_what_cannot_be_written_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logs, profiles and checkpoints in a folder below a file; nothing is left behind."""
+    """Logs, profiles and checkpoints below a file and below a link to no folder; nothing is left behind."""
     (tmp_path / "file").write_text("")
-    model, run, folder = build_tiny("llama"), {"optimizer": optax.sgd(0.1), "steps": 1}, tmp_path / "file" / "run"
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    model, run = build_tiny("llama"), {"optimizer": optax.sgd(0.1), "steps": 1}
     monkeypatch.setattr(train.Step, "run", lambda *_: pytest.fail("a step was made"))
-    for options in (
-        {"callbacks": [train.JsonLog(folder / "metrics.jsonl")]},
-        {"callbacks": [train.CsvLog(folder / "metrics.csv")]},
-        {"callbacks": [train.Profile(folder)]},
-        {"checkpoint": folder},
-    ):
-        with pytest.raises(CheckpointError, match=r"cannot write to .*file/run"):
-            train.fit(model, [{"tokens": random_tokens(2, 5)}], **run, **options)
+    for folder in (tmp_path / "file" / "run", tmp_path / "link", tmp_path / "link" / "run"):
+        for options in (
+            {"callbacks": [train.JsonLog(folder / "metrics.jsonl")]},
+            {"callbacks": [train.CsvLog(folder / "metrics.csv")]},
+            {"callbacks": [train.Profile(folder)]},
+            {"checkpoint": folder},
+        ):
+            with pytest.raises(CheckpointError, match=rf"cannot write to {folder}[:,]"):
+                train.fit(model, [{"tokens": random_tokens(2, 5)}], **run, **options)
     refuse_unless_writable(tmp_path / "a" / "b")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
 # Early stopping

@@ -17,7 +17,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.config.validate import path_text
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES
-from nnxmoe.convert.files.untrusted_files import is_gguf, refuse_url
+from nnxmoe.convert.files.untrusted_files import absolute_path, is_gguf, refuse_url
 from nnxmoe.convert.storage.find_checkpoint import NATIVE_FILE, holds_orbax
 from nnxmoe.runtime.progress import logger
 
@@ -110,6 +110,9 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
     Creates a test file and missing folders, and removes them again.
     """
     target = ancestor = _target(folder)
+    path = absolute_path(folder)
+    if any(part.is_symlink() and not part.exists() for part in (path, *path.parents)):
+        raise CheckpointError(f"cannot write to {path}, a link to {target}, which does not exist; create that folder")
     missing_folders: list[Path] = []
     while not os.path.lexists(ancestor):
         missing_folders.append(ancestor)
