@@ -113,9 +113,9 @@ class DeepSeekV4Config(DecoderConfig):
         super().__post_init__()
 
     @classmethod
-    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+    def rope_overrides(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
         main, compress = (theta_in(scaling or parameters, name) for name in ("main", "compress"))
-        flat = super().thetas(scaling, parameters) if main is None else {"rope_theta": main}
+        flat = super().rope_overrides(scaling, parameters) if main is None else {"rope_theta": main}
         return flat | {"compress_rope_theta": compress}
 
     def _check(self) -> None:

@@ -62,8 +62,8 @@ class Gemma3TextConfig(PatternWindowsConfig, ScaledFullRopeConfig):
     pad_token_id: int | None = 0
 
     @classmethod
-    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
-        return super().thetas(scaling, parameters) | {"rope_local_base_freq": theta_in(parameters, SLIDING)}
+    def rope_overrides(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        return super().rope_overrides(scaling, parameters) | {"rope_local_base_freq": theta_in(parameters, SLIDING)}
 
     @property
     def sliding_theta(self) -> float:

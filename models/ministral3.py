@@ -18,12 +18,6 @@ from nnxmoe.models.llama import FAMILY as LLAMA
 from nnxmoe.models.llama import LlamaLike
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
-_YARN = FrozenDict(
-    {
-        "type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16384, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
-    }
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +34,12 @@ class Ministral3Config(DecoderConfig):
     scale_in_queries = False
     mlp_bias = False
     rope_keys = DecoderConfig.rope_keys | {BETA}
+    default_ropes = FrozenDict(
+        {
+            "type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16384, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
+        }
+    )  # fmt: skip
     ignored = "rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"
 
     vocab_size: int = 131072
@@ -61,7 +61,7 @@ class Ministral3Config(DecoderConfig):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        return super().rope_fields or _YARN
+        return super().rope_fields or self.default_ropes
 
     @property
     def window(self) -> int | None:

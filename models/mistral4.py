@@ -23,12 +23,6 @@ from nnxmoe.moe.router import Router
 from nnxmoe.moe.selection import SoftmaxTopK
 
 FACTOR = "partial_rotary_factor"
-_YARN = FrozenDict(
-    {
-        "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, ORIGINAL: 8192, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
-    }
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +37,12 @@ class Mistral4Config(DeepSeekV3Config):
     architecture = "Mistral4ForCausalLM"
     fixed = {"scoring_func": ("softmax",), "topk_method": ("greedy",)}
     ignored = """pretraining_tp rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"""
+    default_ropes = FrozenDict(
+        {
+            "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, ORIGINAL: 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
+        }
+    )  # fmt: skip
     rope_keys = DeepSeekV3Config.rope_keys | {BETA}
 
     vocab_size: int = 131072
@@ -81,7 +81,7 @@ class Mistral4Config(DeepSeekV3Config):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        return {name: value for name, value in (super().rope_fields or _YARN).items() if name != FACTOR}
+        return {name: value for name, value in (super().rope_fields or self.default_ropes).items() if name != FACTOR}
 
 
 class Mistral4(DeepSeekV3):

@@ -155,8 +155,8 @@ class Step3p5Config(PartialRopesConfig):
         "yarn_only_types": (None, [FULL]),
         "zero_centered": (None, True),
     }
-    ignored = """output_router_logits max_seq_len need_fp32_gate mtp_layer_types mtp_mlp_layer_types moe_layers_enum
-        attention_other_setting partial_rotary_factors per_layer_config"""  # `_standard_fields` reads the last four
+    ignored = """output_router_logits max_seq_len need_fp32_gate mtp_layer_types mtp_mlp_layer_types rope_theta
+        moe_layers_enum attention_other_setting partial_rotary_factors per_layer_config"""  # in `_standard_fields`
     default_ropes = FrozenDict({attention_type: {"rope_theta": 1e4} for attention_type in (FULL, SLIDING)})
     scale_in_queries = True
     first_k_dense_replace = 3

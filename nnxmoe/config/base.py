@@ -62,6 +62,7 @@ class DecoderConfig(KnownFields):
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # Fields of a rope object that the family reads.
     scale_in_queries: ClassVar[bool] = True  # Whether the query kernel can absorb the attention scale.
     ignored: ClassVar[str] = ""
+    default_ropes: ClassVar[Mapping[str, Any]] = FrozenDict({})  # Used if neither rope object is set.
     # Defaults for families without these fields. They are not dataclass fields, because they have no annotations.
     mlp_layer_types = None
     first_k_dense_replace = 0
@@ -101,26 +102,38 @@ class DecoderConfig(KnownFields):
         self._check()
 
     @classmethod
-    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
-        """Return the fields that the rope objects ``rope_scaling`` and ``rope_parameters`` override, with the values.
+    def rope_overrides(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        """Map each field that the rope objects override to the value there, or to None if absent.
 
-        Saved files repeat ``rope_theta`` at the top level and in the rope object. A value is None if absent.
+        The rope objects are ``rope_scaling`` and ``rope_parameters``. Saved files repeat ``rope_theta`` at the top
+        level and in the rope object.
         """
         return {"rope_theta": theta_in(scaling or parameters)}
 
-    def _read_thetas(self) -> None:
-        """Set the fields that the rope objects override.
+    @classmethod
+    def default_ropes_with(cls, theta: Any) -> Mapping[str, Any]:
+        """Return ``default_ropes`` with a different value of the field ``rope_theta``."""
+        return {**cls.default_ropes, "rope_theta": theta}
 
-        Raises ConfigError if a field differs from an object that a config has read before, because the field had the
-        object's value then: `dataclasses.replace` was called with one of the two.
+    def _read_thetas(self) -> None:
+        """Set the fields that the rope objects override. A ``rope_theta`` without an object replaces the default's.
+
+        Raises ConfigError if a field differs from the rope object that sets it, unless the object is new. A
+        `FrozenDict` comes from an existing config, where both had the same value.
         """
-        rope = self.rope_scaling or self.rope_parameters
-        for name, theta in self.thetas(self.rope_scaling, self.rope_parameters).items():
+        ropes = self.rope_scaling, self.rope_parameters
+        if self.default_ropes and not any(ropes):
+            default = self.rope_overrides(None, self.default_ropes)["rope_theta"]
+            if self.rope_theta not in (None, default):
+                object.__setattr__(self, "rope_parameters", self.default_ropes_with(self.rope_theta))
+            ropes = None, self.rope_parameters or self.default_ropes
+        new = self.rope_overrides(*(None if isinstance(rope, FrozenDict) else rope for rope in ropes))
+        for name, theta in self.rope_overrides(*ropes).items():
             given = getattr(self, name)
-            if isinstance(rope, FrozenDict | None) and given not in (None, theta) and theta is not None:
+            if given not in (None, theta) and theta not in (None, new[name]):
                 raise ConfigError(
-                    f"{name} {short(given)} differs from {short(theta)} in the rope object: set it in rope_parameters "
-                    "(or rope_scaling), too"
+                    f"{name} is {short(given)}, but the rope object sets {short(theta)}: pass {short(given)} in "
+                    "rope_parameters as well, or pass rope_parameters as a dict to use its value"
                 )
             if theta is not None:
                 object.__setattr__(self, name, theta)
@@ -165,7 +178,8 @@ class DecoderConfig(KnownFields):
         for name in _ROPES & values.keys():
             if isinstance(rope := values[name], Mapping):
                 values[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
-        for name, theta in cls.thetas(values.get("rope_scaling"), values.get("rope_parameters")).items():
+        ropes = values.get("rope_scaling"), values.get("rope_parameters")
+        for name, theta in cls.rope_overrides(*(ropes if any(ropes) else (None, cls.default_ropes))).items():
             if theta is not None:  # the rope object overrides the field in transformers, too
                 values.pop(name, None)
         config = cls(**{k: v for k, v in values.items() if k in field_names})
@@ -194,6 +208,11 @@ class DecoderConfig(KnownFields):
         for name in _ROPES & fields.keys():
             if isinstance(rope := fields[name], Mapping):
                 unknown |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in names}
+        if not any(fields.get(name) for name in _ROPES):
+            overrides = cls.rope_overrides(None, cls.default_ropes)
+            unknown |= {
+                k: fields[k] for k, v in overrides.items() if k not in ignored and v not in (None, fields.get(k, v))
+            }
         return unknown
 
     @classmethod

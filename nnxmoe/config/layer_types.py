@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
-from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.partial_rotary import FACTOR
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields, theta_in
@@ -106,12 +105,15 @@ class LayerRopesConfig(LayerWindowsConfig):
     ``rope_parameters`` maps each layer type to a rope object. It defaults to ``default_ropes``.
     """
 
-    default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]]
     scale_in_queries = False
 
     @classmethod
-    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
-        return {"rope_theta": theta_in(parameters or cls.default_ropes, FULL)}
+    def rope_overrides(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        return {"rope_theta": theta_in(parameters, FULL)}
+
+    @classmethod
+    def default_ropes_with(cls, theta: Any) -> Mapping[str, Any]:
+        return {**cls.default_ropes, FULL: {**cls.default_ropes[FULL], "rope_theta": theta}}
 
     def _check(self) -> None:
         super()._check()
@@ -158,10 +160,8 @@ class ScaledFullRopeConfig(LayerRopesConfig):
     layers. Sliding-window layers without a rope object use an unscaled embedding with `sliding_theta`.
     """
 
-    default_ropes = FrozenDict({FULL: {}, SLIDING: {}})
-
     @classmethod
-    def thetas(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+    def rope_overrides(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
         theta = theta_in(scaling)
         return {"rope_theta": theta_in(parameters, FULL) if theta is None else theta}
 

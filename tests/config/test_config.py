@@ -1466,16 +1466,27 @@ def test_nested_dicts_of_the_caller_are_unchanged() -> None:
     assert config.rope_scaling["factor"] == 2.0, "the config has a copy"
 
 
+def without_ropes(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_parameters")}
+
+
+@pytest.mark.parametrize("has_ropes", [True, False])
 @pytest.mark.parametrize("kind", BY_TYPE)
-def test_a_replaced_theta_has_an_effect_or_names_the_rope_object(kind: str) -> None:
-    config = config_from_hf(BY_TYPE[kind])
-    overridden = {n for n, v in config.thetas(config.rope_scaling, config.rope_parameters).items() if v is not None}
+def test_a_replaced_theta_has_an_effect_or_names_the_rope_object(kind: str, has_ropes: bool) -> None:
+    config = config_from_hf(BY_TYPE[kind] if has_ropes else without_ropes(BY_TYPE[kind]))
+    overridden = {
+        n for n, v in config.rope_overrides(config.rope_scaling, config.rope_parameters).items() if v is not None
+    }
     for theta in (54321.0, type(config).rope_theta):
         if "rope_theta" in overridden and theta != config.rope_theta:
-            with pytest.raises(ConfigError, match=r"rope_theta .* in the rope object: set it in rope_parameters"):
+            with pytest.raises(
+                ConfigError, match=r"rope_theta is .*, but the rope object sets .* in rope_parameters as"
+            ):
                 dataclasses.replace(config, rope_theta=theta)
         elif kind != "olmo3":
-            assert dataclasses.replace(config, rope_theta=theta).rope.theta == theta
+            changed = dataclasses.replace(config, rope_theta=theta)
+            assert changed.rope.theta == changed.rope_theta == theta
+            assert config_from_hf(changed.to_hf()) == changed
     if overridden == {"rope_theta"} and config.rope_parameters and "rope_theta" in config.rope_parameters:
         rope = config.to_hf()["rope_parameters"] | {"rope_theta": 54321.0}
         changed = dataclasses.replace(config, rope_parameters=rope)
@@ -1483,7 +1494,41 @@ def test_a_replaced_theta_has_an_effect_or_names_the_rope_object(kind: str) -> N
         assert config_from_hf(changed.to_hf() | {"rope_theta": 5.0}) == changed  # as transformers reads it
 
 
-def test_thetas_of_other_layers_are_not_replaced_in_silence() -> None:
+IGNORE_THETA = {
+    "laguna": 5e5,
+    "gemma4_text": 1e6,
+    "mellum": 5e5,
+    "mimo_v2_flash": 5e6,
+    "ministral3": 1e6,
+    "mistral4": 1e4,
+}
+
+
+@pytest.mark.parametrize("kind", (*IGNORE_THETA, "step3p5", "gemma3_text", "mixtral"))
+def test_a_theta_without_a_rope_object_is_reported_if_transformers_ignores_it(kind: str) -> None:
+    fields = {"model_type": kind, "rope_theta": 54321.0}
+    expected = IGNORE_THETA.get(kind, 54321.0)
+    assert config_from_hf(fields).rope.theta == config_from_hf(fields).rope_theta == expected
+    assert ["rope_theta 54321.0" in note for note in MODELS[kind][0].notes(fields)] == [True] * (kind in IGNORE_THETA)
+    assert not MODELS[kind][0].notes(fields | {"rope_theta": expected})
+
+
+def test_a_field_is_compared_with_the_rope_object_that_sets_it() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    gemma3 = config_from_hf({"model_type": "gemma3_text", "rope_theta": 1e6, "rope_scaling": linear})
+    changed = dataclasses.replace(gemma3, rope_parameters={"sliding_attention": {"rope_theta": 2e4}})
+    assert changed.rope_local_base_freq == changed.rope_of("sliding_attention").theta == 2e4
+    for name in ("rope_theta", "rope_local_base_freq"):
+        ropes = {layer_type: {"rope_theta": 2e4} for layer_type in ("full_attention", "sliding_attention")}
+        config = config_from_hf({"model_type": "gemma3_text", "rope_parameters": ropes})
+        with pytest.raises(ConfigError, match=f"{name} is 30000.0, but the rope object sets 20000.0: pass 30000.0 in"):
+            dataclasses.replace(config, rope_scaling=linear, **{name: 3e4})
+    for kind in ("laguna", "step3p5"):
+        config = config_from_hf(BY_TYPE[kind])
+        assert dataclasses.replace(config, rope_parameters=None).rope.theta == config.rope_theta
+
+
+def test_thetas_of_other_layers_are_not_replaced_silently() -> None:
     ropes = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
     gemma3 = config_from_hf({"model_type": "gemma3_text", "rope_parameters": ropes})
     assert (gemma3.rope_theta, gemma3.rope_local_base_freq) == (5e5, 2e4)
@@ -1491,7 +1536,7 @@ def test_thetas_of_other_layers_are_not_replaced_in_silence() -> None:
     v4 = config_from_hf(BY_TYPE["deepseek_v4"] | {"rope_parameters": ropes, "rope_scaling": None})
     assert (v4.rope_theta, v4.compress_rope_theta) == (2e4, 3e4)
     for config, name in ((gemma3, "rope_local_base_freq"), (v4, "compress_rope_theta")):
-        with pytest.raises(ConfigError, match=f"{name} 12345.0 differs from .* in the rope object"):
+        with pytest.raises(ConfigError, match=f"{name} is 12345.0, but the rope object sets"):
             dataclasses.replace(config, **{name: 12345.0})
         assert config_from_hf(config.to_hf()) == config
 
