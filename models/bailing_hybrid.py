@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from nnxmoe.axes import ParamOptions
-from nnxmoe.config.bounds import count, number
+from nnxmoe.config.bounds import Count, count, number
 from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
+from nnxmoe.config.validate import python_values
 from nnxmoe.layers.attention.gqa import OutputGate
 from nnxmoe.layers.context import Attention
 from nnxmoe.layers.recurrent.delta import DeltaDims
@@ -30,9 +31,10 @@ class BailingHybridConfig(KimiMoEConfig):
     """Config of Ling 3.
 
     Attributes:
-        linear_head_dim: Name of ``head_dim``, the width of a head in recurrent layers, in files of transformers, where
-            it takes precedence. None in the config.
-        linear_num_heads: Number of heads in recurrent layers. None if equal to ``num_attention_heads``.
+        head_dim: Width of a head in recurrent layers.
+        linear_head_dim: Alternative name of ``head_dim`` in config.json. Overrides ``head_dim``. Always
+            None in a config.
+        linear_num_heads: Number of heads in recurrent layers. If None, ``num_attention_heads`` is used.
         layer_group_size: Interval between attention layers. Used if ``layer_types`` is null.
         kda_safe_gate: Whether the log decays are bounded to the range ``kda_lower_bound`` … 0.
         kda_lower_bound: Lower bound of the log decays.
@@ -80,6 +82,7 @@ class BailingHybridConfig(KimiMoEConfig):
 
     def __post_init__(self) -> None:
         if self.linear_head_dim is not None:
+            Count(most=2**16)("linear_head_dim", python_values(self.linear_head_dim))
             object.__setattr__(self, "head_dim", self.linear_head_dim)
             object.__setattr__(self, "linear_head_dim", None)
         if self.head_dim is None:
@@ -89,13 +92,18 @@ class BailingHybridConfig(KimiMoEConfig):
         super().__post_init__()
 
     @property
+    def recurrent_heads(self) -> int:
+        """Number of heads in recurrent layers."""
+        return self.linear_num_heads or self.num_attention_heads
+
+    @property
     def delta_heads(self) -> DeltaDims:
-        heads, width = self.linear_num_heads or self.num_attention_heads, self.head_dim
+        heads, width = self.recurrent_heads, self.head_dim
         assert width is not None
         return DeltaDims(self.hidden_size, heads, heads, width, width)
 
     def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | {"linear_head_dim": self.head_dim, "linear_num_heads": self.delta_heads.key_heads}
+        return super().to_hf() | {"linear_head_dim": self.head_dim, "linear_num_heads": self.recurrent_heads}
 
     def recurrent_by_default(self, index: int) -> bool:
         return (index + 1) % self.layer_group_size > 0
@@ -115,7 +123,7 @@ class BailingHybrid(KimiHybrid, DeepSeekV3):
     def recurrent(self, **kw: Unpack[ParamOptions]) -> KimiDelta:
         c = self.config
         decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
-        return self.delta(decays, (None, None), (c.delta_heads.key_heads,), **kw)
+        return self.delta(decays, (None, None), (c.recurrent_heads,), **kw)
 
 
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA

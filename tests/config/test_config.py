@@ -748,6 +748,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"kda_layers \[1, 2\] and full_attn_layers \[2\] must list each of the layers 1 … 3 once",
     ),
     ("kimi_linear", {"linear_attn_config": {"head_dim": 0}}, "linear_head_dim must be a positive integer, got 0"),
+    ("bailing_hybrid", {"linear_head_dim": 0}, "linear_head_dim must be a positive integer, got 0"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
     ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
     ("kimi_linear", {"layer_types": ["linear"] * 27}, "layer_types: 'linear' is not supported"),

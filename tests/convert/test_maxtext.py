@@ -350,6 +350,7 @@ BOXES: dict[str, Callable[[Any], Any]] = {
     "text": lambda a: {"value": {"raw_value": a, "sharding_names": "embed"}, "sharding": None},
     "rules": lambda a: {"value": a, "type": "Param", "sharding": jax.sharding.PartitionSpec("fsdp"), "rules": None},
     "both": lambda a: {"value": a, "raw_value": a + 1, "sharding": ("embed", None)},
+    "nested": lambda a: {"value": {"raw_value": a}, "raw_value": a + 1},
 }
 
 
@@ -360,8 +361,8 @@ def without_specs(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("box", BOXES)
-def test_fields_of_boxes_are_no_arrays(box: str, tmp_path: Path) -> None:
-    """As old releases of NNX have them; in trees and in files below levels of a training state."""
+def test_box_metadata_is_skipped(box: str, tmp_path: Path) -> None:
+    """Boxes of old NNX releases, in trees and in files."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     boxed = jax.tree.map(lambda a: BOXES[box](jnp.asarray(a)), nested(params))
     state = {"params": boxed, "step": jnp.int32(3), "opt_state": (None, [{"mu": boxed, "count": jnp.int32(3)}])}
@@ -377,7 +378,7 @@ def test_fields_of_boxes_are_no_arrays(box: str, tmp_path: Path) -> None:
         training = {"train_state/step", "train_state/opt_state", "global_step"}
         assert skipped.pop("state of training") - {"epoch"} == training
         assert skipped.pop("state of random number generators") == set(key)
-        assert set(skipped) == ({"raw values of boxes with a value"} if box == "both" else set())
+        assert set(skipped) == ({"raw_value of boxes that also have value"} if box in ("both", "nested") else set())
 
 
 def test_layers_scanned_on_the_first_axis() -> None:
@@ -406,6 +407,9 @@ def test_what_is_no_tree_of_arrays_is_refused() -> None:
         with pytest.raises(ValueError, match=rf"the tree is a {type(tree).__name__}: pass nested dicts of arrays"):
             maxtext.from_tree(tree, config)
     name = "params/decoder/decoder_norm/scale"
+    query = next(name for name in params if name.endswith("/query/kernel"))
+    with pytest.raises(ValueError, match=rf"not JAX or NumPy arrays: {query} \(object\)"):
+        maxtext.from_tree(nested(params | {query: object()}), config)
     for leaf in (None, "x", [1.0] * 32, nnx.relu):
         with pytest.raises(ValueError, match=rf"not JAX or NumPy arrays: {name} \({type(leaf).__name__}\)"):
             maxtext.from_tree(params | {name: leaf}, config)

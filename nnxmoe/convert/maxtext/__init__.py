@@ -54,11 +54,11 @@ from nnxmoe.runtime.progress import bytes_bar, logger
 _MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``.
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of router correction biases.
 _BARE = ("decoder", "token_embedder")  # Top-level names of a tree without ``params``.
-# Levels that may enclose a tree, in any number and order: of MaxText, Flax's TrainState and items of Orbax.
+# Names that MaxText, Flax's TrainState and Orbax give to enclosing levels, in any number and order.
 _LEVELS = ("params", "model", "model_params", "state", "train_state", "items", "default", "target")
 _TOPS = (*_LEVELS, "nnx_aux", *_BARE, _MTP)  # Top-level names in a checkpoint folder.
 _AROUND = re.compile(
-    rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
+    rf"^(?P<levels>(({'|'.join(_LEVELS)})/)*)(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
     rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
 )
 _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or a temporary folder of an interrupted save
@@ -159,7 +159,7 @@ def _model(
     layers_first = _layers_first({name: array.shape for name, (array, aux) in names.items() if not aux}, layouts)
     # In MaxText 0.2.5, layers are also on axis 0 in ``nnx_aux``, and in the router biases of NNX model states.
     bias = f"/{family_of(model).maxtext.table.get('layer.moe.router.bias', ('',))[0]}"
-    is_nnx = any(re.match(f"(({'|'.join(_LEVELS)})/)*model/", name) for name in tree_arrays)
+    is_nnx = any("model" in match["levels"].split("/") for match in map(_AROUND.match, tree_arrays) if match)
     biases = {name: names[name][0].shape for name in stacked_names & names.keys() if name.endswith(bias)}
     swapped_names = {n for n, s in biases.items() if s == layouts[n].shape[::-1] and (is_nnx or s != layouts[n].shape)}
     arrays = {

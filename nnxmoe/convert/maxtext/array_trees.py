@@ -66,9 +66,15 @@ def flatten_tree(tree: Tree) -> dict[str, Any]:
     return dict(_leaves(tree, ()))
 
 
+def _is_box(tree: Any) -> bool:
+    """Return whether ``value`` or ``raw_value`` is an array or another box, and not a module of this name."""
+    values = [tree[name] for name in _VALUES if name in tree] if isinstance(tree, Mapping) else []
+    return any(not isinstance(value, Mapping) or _is_box(value) for value in values)
+
+
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
-        is_box = any(name in tree for name in _VALUES)  # whose other fields are metadata such as ``sharding``
+        is_box = _is_box(tree)  # The other fields of a box are metadata, such as ``sharding``.
         for name, branch in tree.items():
             if not is_box or any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(branch)):
                 yield from _leaves(branch, (*path, str(name)))
@@ -80,20 +86,21 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def strip_boxes(name: str) -> str:
-    """Remove the suffixes ``/value`` of saved boxes and of `nnx.State`, which may be nested."""
+    """Remove the suffixes ``/value`` and ``/raw_value`` of saved boxes and of `nnx.State`, which may be nested."""
     return re.sub(f"(/({'|'.join(_VALUES)}))+$", "", name)
 
 
 def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
-    """Separate parameters from the state of training and of random number generators, and from second arrays of boxes.
+    """Separate parameters from the state of training and of random number generators, and duplicate values of boxes.
 
     Returns:
-        Tuple of the values that may be parameters, by name, and the names of skipped branches, by type of state.
+        Tuple of the values that may be parameters, by name, and the names of skipped branches, by reason.
     """
     parameters, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in values.items():
-        if name.endswith("/raw_value") and name.removesuffix("raw_value") + "value" in values:
-            skipped.setdefault("raw values of boxes with a value", set()).add(name)
+        value_name = name.removesuffix("raw_value") + "value"
+        if name.endswith("/raw_value") and values.keys() & {value_name, *(f"{value_name}/{v}" for v in _VALUES)}:
+            skipped.setdefault("raw_value of boxes that also have value", set()).add(name)
             continue
         components = strip_boxes(name).split("/")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, int) else None)

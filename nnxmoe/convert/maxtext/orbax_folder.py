@@ -98,7 +98,7 @@ class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
 def handler(*kinds: tuple[type, Any]) -> Any:
     """Return Orbax's tree handler for the format of MaxText's converter (OCDBT, Zarr 3).
 
-    ``kinds`` are additional pairs of (leaf type, handler). Integers and JAX arrays always have handlers.
+    ``kinds`` are additional pairs of (leaf type, handler). Integers, strings and JAX arrays always have handlers.
     """
     default_handlers = [
         (int, type_handlers.ScalarHandler()),
@@ -170,7 +170,7 @@ def top_level_names(folder: Path) -> list[str]:
 
 
 def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return (handler for reading, metadata of the tree in a folder without strings)."""
+    """Return (handler for reading, the tree's metadata, with None in place of strings)."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} contains no Orbax checkpoint: _METADATA is missing")
     check_orbax_path(folder)
