@@ -431,7 +431,7 @@ def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
 
 
 def test_padding_and_separators_of_infill_prompts_end_generation(tmp_path: Path) -> None:
-    """As llama.cpp lists them: found by their texts, or the id of a key, which comes before texts."""
+    """As in llama.cpp. A key's id takes precedence over the tokens' texts."""
     spm, key = llama_cpp.sentencepiece(), "tokenizer.ggml."
     names = {"1": "<|fim_pad|>", "o": "<reponame>", "h": "<|file_sep|>", "d": "<PRE>"}
     tokens = [names.get(token, token) for token in spm[f"{key}tokens"]]

@@ -273,6 +273,7 @@ def _add_latent(model: GGUF, metadata: Mapping[str, Any], fields: dict[str, Any]
             "supported: 1 (softmax) and 2 (sigmoid)"
         )
     if scoring_function == 1:
-        # Groups are scored by their best expert, as in transformers. llama.cpp adds the best two, as for DeepSeek-V3.
+        # Groups are scored by their best expert, as in transformers. llama.cpp sums the scores of the two best experts
+        # per group.
         has_groups = fields["n_group"] and fields["n_group"] > 1
         fields |= {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if has_groups else "greedy"}

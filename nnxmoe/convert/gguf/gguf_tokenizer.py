@@ -176,7 +176,8 @@ def special_ids(model: GGUF) -> dict[str, int]:
 def end_ids(model: GGUF) -> list[int]:
     """Return the token ids that end generation: the ids in the metadata, then the ids of well-known tokens.
 
-    As in llama.cpp, the tokens that pad and separate the files of fill-in-the-middle prompts also end generation.
+    As in llama.cpp, the padding, repository and file-separator tokens of fill-in-the-middle prompts also end
+    generation.
     """
     tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
     ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
@@ -185,9 +186,9 @@ def end_ids(model: GGUF) -> list[int]:
         texts -= {"<|end|>"}  # in these formats, <|end|> ends a message but not the turn
     if "<|tool_response>" in texts:
         texts -= {"</s>"}
-    for keys in (("fim_pad",), ("fim_rep",), ("fim_sep",)):
-        number = _id(model, keys[0], len(tokens))
-        ends += [i for i, text in enumerate(tokens) if text in _FIM[keys]] if number is None else [number]
+    for key in ("fim_pad", "fim_rep", "fim_sep"):
+        number = _id(model, key, len(tokens))
+        ends += [i for i, text in enumerate(tokens) if text in _FIM[key,]] if number is None else [number]
     return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
 
 
