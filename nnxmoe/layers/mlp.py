@@ -13,7 +13,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.activations import GatedActivation, swiglu
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
-from nnxmoe.layers.stateful import checkpoint
+from nnxmoe.layers.stateful import checkpoint_unless_stateful
 
 
 class MLP(nnx.Module):
@@ -35,7 +35,7 @@ class MLP(nnx.Module):
 
     def _activate_and_project(self, *inputs: Float[Array, "*rows F"]) -> Float[Array, "*rows D"]:
         """Compute ``down(activation(*inputs))``. The backward pass recomputes the activation."""
-        project = checkpoint(lambda *inputs: self.down(self.activation(*inputs)), self)
+        project = checkpoint_unless_stateful(lambda *inputs: self.down(self.activation(*inputs)), self)
         return checkpoint_name(project(*inputs), "down")
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:

@@ -3,7 +3,6 @@
 Compiled programs operate on copies of the modules, so these changes would be lost.
 """
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,9 @@ from flax.errors import TraceContextError
 
 # Classes of modules whose variables changed during a call observed by `watch`.
 _changing = weakref.WeakSet[type]()
+# Classes of modules that `checkpoint_unless_stateful` has called without rematerialization.
+_not_rematerialized = weakref.WeakSet[type]()
+_logger = logging.getLogger("nnxmoe")
 
 
 def is_captured(module: nnx.Module) -> bool:
@@ -32,17 +34,24 @@ def is_stateful(module: nnx.Module) -> bool:
     return bool(_changing) and any(type(part) in _changing for _, part in nnx.iter_modules(module))
 
 
-def checkpoint(run: Callable[..., Any], module: Any, **options: Any) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function that calls ``module``, without rematerialization if the call changes the module.
+def checkpoint_unless_stateful(run: Callable[..., Any], module: Any, **options: Any) -> Callable[..., Any]:
+    """Apply `jax.checkpoint` to ``run``, which calls ``module``, unless the call changes the module.
 
-    Values that the module sows inside of `jax.checkpoint` would be tracers that no caller can read.
+    Flax raises TraceContextError if a module changes inside `jax.checkpoint`. ``run`` is then called again without it.
+    Logs a warning for each new class.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_stateful(module):
-            with contextlib.suppress(TraceContextError):  # Flax refuses changes inside of `jax.checkpoint`
-                return jax.checkpoint(run, **options)(*args, **kwargs)
-        return run(*args, **kwargs)
+        if is_stateful(module):
+            return run(*args, **kwargs)
+        try:
+            return jax.checkpoint(run, **options)(*args, **kwargs)
+        except TraceContextError:
+            out = run(*args, **kwargs)
+        if type(module) not in _not_rematerialized:
+            _not_rematerialized.add(type(module))
+            _logger.warning("%s contains modules that change when called: not rematerialized", type(module).__name__)
+        return out
 
     return call
 
@@ -61,7 +70,7 @@ def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: An
         )
         if not is_unchanged and type(part) not in _changing:
             _changing.add(type(part))
-            logging.getLogger("nnxmoe").warning(
+            _logger.warning(
                 "%s changes its variables when it is called, so model(tokens) runs uncompiled to preserve the changes. "
                 "Generation and scoring drop the changes",
                 type(part).__name__,

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.stateful import checkpoint
+from nnxmoe.layers.stateful import checkpoint_unless_stateful
 
 NAMES = (
     "layer_input",
@@ -67,7 +67,7 @@ class Remat(CheckedFields):
             raise ValueError("Remat has both a policy and names: use only one of them")
 
     def __call__(self, layer: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        """Wrap ``layer(hidden_states, …)`` with `jax.checkpoint`, unless the layer sows values.
+        """Wrap ``layer(hidden_states, …)`` with `jax.checkpoint`, unless calls change the layer.
 
         Args:
             layer: A layer whose first argument is the hidden states.
@@ -77,7 +77,7 @@ class Remat(CheckedFields):
         def named(x: Any, **kwargs: Any) -> Any:
             return layer(jax.tree.map(lambda a: checkpoint_name(a, "layer_input"), x), **kwargs)
 
-        return checkpoint(named, layer, policy=self.policy or self._by_name(), prevent_cse=not scanned)
+        return checkpoint_unless_stateful(named, layer, policy=self.policy or self._by_name(), prevent_cse=not scanned)
 
     def _by_name(self) -> Callable[..., Any] | None:
         policies = jax.checkpoint_policies

@@ -237,6 +237,27 @@ def test_values_of_recomputed_parts(remat: Any, scan: bool, run: Callable[..., A
 
 
 @pytest.mark.slow
+def test_parts_that_cannot_be_recomputed_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A part with random state changes in each call, so its layer is not rematerialized."""
+
+    class Noisy(nnx.Module):
+        def __init__(self, part: Any) -> None:
+            self.part, self.dropout = part, nnx.Dropout(1e-9, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.dropout(self.part(x))
+
+    model = build_tiny("llama", nnxmoe.Strategy(remat=nnxmoe.Remat()), num_hidden_layers=2)
+    wanted = model(IDS).logits
+    for layer in layers(model):
+        layer.mlp_norm = Noisy(layer.mlp_norm)
+    for _ in range(2):
+        assert max_error(nnx.jit(lambda model: model(IDS).logits)(model), wanted) < 1e-5
+    warnings = [record.message for record in caplog.records if "not rematerialized" in record.message]
+    assert warnings == ["Layer contains modules that change when called: not rematerialized"]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_sown_values_do_not_vanish(model: nnxmoe.CausalLM) -> None:
     """Without `nnx.capture` too; a counter is kept as well."""

@@ -478,7 +478,7 @@ def test_learned_part_of_prompts_with_completions(tokenizer: Tokenizer) -> None:
 
 
 def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    values = [value for value, _ in FORMS[:-3]] * 3  # the template has no tools
+    values = [value for value, _ in FORMS if not re.search("tool|function_call", json.dumps(value))] * 3
     path = write(tmp_path / "a.jsonl", *values)
     options: dict[str, Any] = {"batch_size": 2, "seq_len": 24, "epochs": 1}
     equal(batches(path, tokenizer, **options), batches(values, tokenizer, **options))

@@ -478,6 +478,10 @@ LINES: dict[str, tuple[Any, str]] = {
         {"question": "q", "chosen": "The a", "rejected": "The b"},
         "there is no prompt: .*; rename 'question' to 'prompt'",
     ),
+    "a question in one text": (
+        {"question": "Paris", "chosen": "It is Paris.", "rejected": "It is Rome."},
+        "there is no prompt: .*; rename 'question' to 'prompt'",
+    ),
     "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "have no common prefix"),
     "text before messages": (
         {"prompt": "a", "chosen": answer("b"), "rejected": answer("c")},

@@ -104,13 +104,15 @@ class _ModelArray:
 
     def global_array(self) -> Array:
         """Return the whole array on the devices of the parameters."""
+        # Without names and parts, so that equal layers share a program.
         layout = ArrayLayout("", self.layout.part_shape, axis=self.layout.axis, order=self.layout.order)
-        return _assemble(layout, self.dtype, self.values, [part.at for part in self.layout.parts])
+        return _assemble(layout, self.dtype, tuple(part.at for part in self.layout.parts), self.values)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _assemble(layout: ArrayLayout, dtype: np.dtype, values: list[Array], indices: list[tuple[Any, ...]]) -> Array:
-    """Return the array of ``layout`` from ``values[i][indices[i]]``. Arrays of equal layout share one program."""
+# The indices are static, because XLA gathers the whole stack if an index into a sharded axis is traced.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _assemble(layout: ArrayLayout, dtype: np.dtype, indices: tuple[tuple[int, ...], ...], values: list[Array]) -> Array:
+    """Return the array of ``layout`` from ``values[i][indices[i]]``."""
     parts = [
         layout.part_view(value[index], layout.part_shape).astype(dtype)
         for value, index in zip(values, indices, strict=True)

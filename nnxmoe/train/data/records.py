@@ -1,6 +1,7 @@
 """Formats of training records: texts, completions, chats and preferences."""
 
 import dataclasses
+import os.path
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,8 +130,8 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     the chat template.
 
     Raises:
-        RecordError: If the object has a different format, if both completions are equal, or if a field such as
-            ``question`` is text that the chosen text does not contain, and there is no prompt.
+        RecordError: If the object has a different format, if both completions are equal, or if there is no prompt
+            and a field such as ``question`` is not part of the common prefix.
     """
     fields = fields_of(value)
     both: list[Any] = [_required(fields, name) for name in PAIR]
@@ -143,9 +144,12 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         index = int(isinstance(both[0], list | tuple | str))
         raise _wrong(PAIR[index], both[index], rule)
     prompt: Any = fields.get("prompt")
-    names = [name for name in _QUESTIONS if isinstance(text := fields.get(name), str) and text not in both[0]]
-    if prompt is None and texts and names:
-        raise RecordError(f"there is no prompt: {_field_names(fields)}; rename {names[0]!r} to 'prompt'", "no prompt")
+    if prompt is None and texts:
+        prefix = os.path.commonprefix(both)
+        names = [name for name in _QUESTIONS if isinstance(text := fields.get(name), str) and text not in prefix]
+        if names:
+            hint = f"rename {names[0]!r} to 'prompt'"
+            raise RecordError(f"there is no prompt: {_field_names(fields)}; {hint}", "no prompt")
     if both[0] == both[1]:
         raise RecordError("chosen and rejected are equal, so there is no preference to learn")
     if prompt is None or (chats and isinstance(prompt, str)):
