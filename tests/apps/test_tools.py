@@ -189,6 +189,7 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
         (f" to=functions.get_weather<|channel|>commentary json<|message|>{JSON}", "", BOTH[1:]),
         ("<|channel|>final<|message|>It is 3 < 4.<|return|>", "It is 3 < 4.", []),
         ("no channels <|en", "no channels <|en", []),
+        ("<|channel|>analysis Think.<|channel|>final<|message|>ok", "ok", []),
     ],
 }
 
@@ -369,6 +370,10 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
     ("harmony", "I look.<|start|>assistant<|channel|>commentary to=functions.now<|message|>{}", "I look.", [NOW]),
     ("harmony", "<|start|>functions.now to=assistant<|channel|>commentary<|message|>ok<|end|>", "ok", []),
     ("harmony", "I look. <|channel|>final<|message|>ok", "I look.\nok", []),
+    ("harmony", "I look.<|message|>ok", "I look.\nok", []),
+    ("harmony", "<|start|>assistant hello<|channel|>final<|message|>ok", "hello\nok", []),
+    ("harmony", "a<|end|><|start|>assistant I look. <|channel|>final<|message|>b", "a\nI look.\nb", []),
+    ("harmony", "a<|start|>assistant b<|channel|>final c<|channel|>final<|message|>d", "a\nb\nc\nd", []),
     ("harmony", "<|channel|>final<|message|>So<|end|>I look.<|channel|>final<|message|>ok", "So\nI look.\nok", []),
     ("harmony", "<|channel|>The answer is 4.", "The answer is 4.", []),
     ("mistral json", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]\n    indented', "\n    indented", [NOW]),

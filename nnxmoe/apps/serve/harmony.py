@@ -64,11 +64,14 @@ class HarmonySplit:
         header, self._buffer = self._buffer[: match.start()], self._buffer[match.end() :]
         if match[0] == MESSAGE:
             known, text = _split_header(header)
-            said, *others = re.split("|".join(map(re.escape, BEGINS)), text, maxsplit=1)
-            result = AnswerPart()
-            if said.strip() and others and BEGINS[0] not in known:  # text before a header; a role follows BEGINS[0]
-                result = self._message("").followed_by(AnswerPart(content=said.rstrip()))
-            return result.followed_by(self._message(header))
+            said = re.split("|".join(map(re.escape, BEGINS)), text, maxsplit=1)[0]
+            following = text[len(said) :]
+            # text between two headers; after <|start|> without a role, the text is the role
+            if said.strip() and (following or not known) and not known.rstrip().endswith(BEGINS[0]):
+                result = self._message(known).followed_by(self._part(said.rstrip(), final=True))
+                self._in, self._buffer = "header", following + MESSAGE + self._buffer
+                return result
+            return self._message(header)
         header, text = _split_header(header)  # the model omitted the mark between the header and the message
         if not text.strip() and _CALLED.search(header + MESSAGE) is None:
             return AnswerPart()
