@@ -99,33 +99,34 @@ class KnownFields:
 
     callee = ""
 
-    def __new__(cls, *_: Any, **named: Any) -> Self:
+    def __new__(cls, *_: Any, **keywords: Any) -> Self:
         parameters = cls._parameters()
-        for name in named:
-            if name not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-                raise _unknown(cls.callee or cls.__name__, name, parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for name in keywords:
+                if name not in parameters:
+                    raise _unknown(cls.callee or cls.__name__, name, parameters)
         return super().__new__(cls)
 
     @classmethod
     def _parameters(cls) -> dict[str, inspect.Parameter]:
-        """Return the parameters of the constructor, which are not the fields if a subclass has its own ``__init__``."""
+        """Return the constructor's parameters. They differ from the fields if a subclass defines ``__init__``."""
         _, *parameters = inspect.signature(cls.__init__).parameters.values()  # without self
         return {parameter.name: parameter for parameter in parameters}
 
 
 class CheckedFields(KnownFields):
-    """Base class of dataclasses that also reject wrong values of flags and of parts.
+    """Base class of dataclasses that also validate flags and callables.
 
-    A field whose default is a bool must be a bool. A field whose default can be called must be an object to call.
+    A field whose default is a bool must be a bool. A field whose default is callable must be a callable that is not a
+    class.
     """
 
-    def __new__(cls, *values: Any, **named: Any) -> Self:
-        record = super().__new__(cls, *values, **named)
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-        for name, value in (*zip(cls._parameters(), values, strict=False), *named.items()):
-            default = defaults.get(name)
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            name, default = field.name, field.default
             if isinstance(default, bool):
-                check_type(f"{cls.__name__}: {name}", value, bool | np.bool_, "True or False")
+                check_type(f"{where}: {name}", getattr(self, name), bool | np.bool_, "True or False")
             elif callable(default):
-                check_object(cls.__name__, name, value, f"{type(default).__name__}()")
-        return record
+                example = getattr(default, "__name__", f"{type(default).__name__}()")
+                check_object(where, name, getattr(self, name), example)

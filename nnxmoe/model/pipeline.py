@@ -53,6 +53,7 @@ class Pipeline(CheckedFields):
     stages: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "microbatches", "stages")
 
     def check(self, mesh: AnyMesh | None) -> None:

@@ -54,6 +54,7 @@ class Remat(CheckedFields):
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.policy is not None:
             check_object("Remat", "policy", self.policy, "jax.checkpoint_policies.dots_saveable")
         for option in ("save", "offload"):

@@ -35,6 +35,7 @@ class BlockedMatmul(CheckedFields):
     block: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "block")
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:

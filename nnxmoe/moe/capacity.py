@@ -39,6 +39,7 @@ class Capacity(CheckedFields):
     factor: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "factor", check_factor("Capacity(factor", self.factor))
 
     def slots(self, length: int, experts_per_token: int, num_experts: int) -> int:
@@ -107,6 +108,7 @@ class Chunked(CheckedFields):
     chunks: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "chunks")
         check_object("Chunked", "inner", self.inner, "Sorted()")
 

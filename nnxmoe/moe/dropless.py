@@ -44,6 +44,7 @@ class Dropless(CheckedFields):
     fallback: Dispatch = Sorted()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.inner, type) or not isinstance(self.inner, BufferedDispatch):
             raise ValueError(
                 f"Dropless(inner={short(self.inner)}): use Capacity, or ExpertParallel with a buffer_factor"

@@ -61,6 +61,7 @@ class ExpertParallel(CheckedFields):
     data_axes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_object("ExpertParallel", "inner", self.inner, "Sorted()")
         check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         check_type("ExpertParallel: axis", self.axis, str, "the name of a mesh axis")
@@ -158,6 +159,7 @@ class BufferedExchange(CheckedFields):
     buffer_factor: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.buffer_factor is not None:
             factor = check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
             object.__setattr__(self, "buffer_factor", factor)
@@ -234,6 +236,7 @@ class ChunkedExchange(CheckedFields):
     chunks: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_object("ChunkedExchange", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         set_positive(self, "chunks")
 

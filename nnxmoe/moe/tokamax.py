@@ -54,6 +54,7 @@ class TokamaxMatmul(CheckedFields):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not is_installed():
             raise ValueError(
                 f"TokamaxMatmul requires tokamax. Run {install_command('kernels')}, or use BlockedMatmul()."

@@ -96,6 +96,7 @@ class TritonProduct(CheckedFields):
     interpret: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "max_rows")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:

@@ -20,6 +20,7 @@ from nnxmoe import models, train
 from nnxmoe.apps.planning.search import search
 from nnxmoe.apps.planning.torus import hardware
 from nnxmoe.apps.planning.work import Work
+from nnxmoe.config.arguments import CheckedFields
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.linear.lora import LoRA
 from nnxmoe.layers.linear.quantized_products import BlockwiseProduct, TwoInt8Product, W8A8Product
@@ -149,11 +150,31 @@ def test_fields_of_strategy_objects_are_checked() -> None:
         r"ExpertParallel: axis=3: pass": lambda: nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll(), 3),  # pyright: ignore
         r"Capacity\(\) has no argument 'fctor'; did you mean factor": lambda: nnxmoe.Capacity(fctor=2),  # pyright: ignore
         r"TritonMatmul\(\) has no argument 'fallbak'": lambda: TritonMatmul(fallbak=None),  # pyright: ignore
+        r"GRPO\(kl_estimator=None\): pass an object such as unbiased_kl$": lambda: train.GRPO(max, kl_estimator=None),  # pyright: ignore
         r"RolloutOptions: pack='no': pass": lambda: RolloutOptions(pack="no"),  # pyright: ignore
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
     assert TritonMatmul(interpret=np.True_).interpret  # pyright: ignore[reportArgumentType]
+
+
+def subclasses(kind: type) -> Iterator[Any]:
+    for subclass in kind.__subclasses__():
+        yield from (subclass, *subclasses(subclass))
+
+
+def test_fields_of_all_subclasses_are_checked() -> None:
+    kinds = [kind for kind in subclasses(CheckedFields) if kind.__module__.startswith("nnxmoe.")]
+    assert {train.GSPO, nnxmoe.RaggedAllToAll, nnxmoe.SplashAttention} < set(kinds)
+    for kind in kinds:
+
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Traced(kind):
+            traced: bool = False
+
+        required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+        with pytest.raises(ValueError, match="Traced: traced='no': pass True or False"):
+            Traced(**dict.fromkeys(required), traced="no")
 
 
 def test_subclasses_of_strategy_objects_have_their_own_constructors() -> None:
@@ -168,6 +189,14 @@ def test_subclasses_of_strategy_objects_have_their_own_constructors() -> None:
         def __post_init__(self, seed: int) -> None:
             assert seed == 3
 
+    class Named(TritonMatmul):
+        def __init__(self, *names: str, fallback: str = "", interpret: bool = False):
+            assert names == ("a", "b") and fallback in ("", "blocked")
+            super().__init__(interpret=interpret)
+
+    assert Named("a", "b", fallback="blocked") == Named("a", "b")
+    with pytest.raises(ValueError, match=r"Named: interpret='no': pass True or False"):
+        Named("a", "b", interpret="no")  # pyright: ignore[reportArgumentType]
     assert PerExpert(rows=2) == copy.copy(PerExpert(2)) and PerExpert(rows=2).factor == 0.5
     assert Seeded(seed=3) == Seeded(seed=3)
     with pytest.raises(ValueError, match=r"Seeded\(\) has no argument 'sed'; did you mean seed"):

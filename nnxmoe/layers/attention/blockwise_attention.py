@@ -45,6 +45,7 @@ class BlockwiseAttention(CheckedFields):
     long_context: AttentionFn = FlashAttention()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "blocks")
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:

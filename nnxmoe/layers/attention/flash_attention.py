@@ -56,6 +56,7 @@ class FlashAttention(CheckedFields):
     block_k: int = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "block_q", "block_k")
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:

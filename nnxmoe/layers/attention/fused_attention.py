@@ -101,6 +101,7 @@ class FusedAttention(ShardMapKernel):
     max_head_dim: int = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "max_head_dim")
         if self.fallback is not None:
             check_object("FusedAttention", "fallback", self.fallback, "BlockwiseAttention()")

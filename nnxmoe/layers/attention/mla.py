@@ -136,6 +136,7 @@ class AdaptiveMLA(CheckedFields):
     max_queries: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "max_queries")
 
     def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:

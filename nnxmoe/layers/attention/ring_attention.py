@@ -45,6 +45,7 @@ class RingAttention(CheckedFields):
     mesh: Mesh | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.flash, FlashAttention):
             raise ValueError(f"RingAttention(flash={self.flash!r}): pass FlashAttention(block_q, block_k)")
 

@@ -41,6 +41,7 @@ class BlockwiseProduct(CheckedFields):
     size: int = 2**20
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "size")
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
@@ -105,6 +106,7 @@ class TwoInt8Product(CheckedFields):
     max_rows: int = 16
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "max_rows")
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:

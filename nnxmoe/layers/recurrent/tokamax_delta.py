@@ -47,6 +47,7 @@ class TokamaxDeltaRule(ShardMapKernel):
     implementation: str = "mosaic"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         import_delta_attention()
 
     def __call__(

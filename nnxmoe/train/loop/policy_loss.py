@@ -144,6 +144,7 @@ class ImportanceSampling(CheckedFields):
     mask: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_numbers(self, "cap", positive=True)
         set_numbers(self, "floor")
         if self.floor >= self.cap:

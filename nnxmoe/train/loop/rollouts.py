@@ -58,6 +58,7 @@ class RolloutOptions(CheckedFields):
     eos_token_id: EosIds = ...
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_positive(self, "group_size", "max_new_tokens", "seq_len", "minibatches", "slots")
         if self.max_new_tokens >= self.seq_len:
             raise ValueError(
