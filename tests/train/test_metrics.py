@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -326,7 +327,7 @@ def test_files_that_are_no_logs_are_refused(kind: Any, text: str, tmp_path: Path
 def test_what_cannot_be_written_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logs, profiles and checkpoints below a file and below a link to no folder; nothing is left behind."""
+    """Logs, profiles and checkpoints below a file and below a dangling link; nothing is left behind."""
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "absent")
     model, run = build_tiny("llama"), {"optimizer": optax.sgd(0.1), "steps": 1}
@@ -340,8 +341,13 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(
         ):
             with pytest.raises(CheckpointError, match=rf"cannot write to {folder}[:,]"):
                 train.fit(model, [{"tokens": random_tokens(2, 5)}], **run, **options)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/link is a link to {tmp_path}/absent, which does not exist"):
+        refuse_unless_writable(tmp_path / "link" / "run")
     refuse_unless_writable(tmp_path / "a" / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointError, match=r"cannot write to .*: Permission denied"):
+        refuse_unless_writable(tmp_path / "link")
 
 
 # Early stopping

@@ -111,13 +111,15 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
     """
     target = ancestor = _target(folder)
     path = absolute_path(folder)
-    if any(part.is_symlink() and not part.exists() for part in (path, *path.parents)):
-        raise CheckpointError(f"cannot write to {path}, a link to {target}, which does not exist; create that folder")
     missing_folders: list[Path] = []
     while not os.path.lexists(ancestor):
         missing_folders.append(ancestor)
         ancestor = ancestor.parent
     try:
+        for part in (path, *path.parents):
+            if part.is_symlink() and not part.exists():
+                link = f"{part} is a link to {os.path.realpath(part)}, which does not exist"
+                raise CheckpointError(f"cannot write to {path}: {link}; create that folder")
         target.mkdir(parents=True, exist_ok=True)
         probe = target / f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
         probe.write_bytes(b"\0")
