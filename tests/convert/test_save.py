@@ -345,7 +345,7 @@ def test_no_warning_for_new_folders_and_folders_of_runs(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("name", ["old.gguf", "sha256-6a0746a1ec1a"])
-def test_gguf_files_that_stay_beside_a_saved_model_are_named(
+def test_gguf_files_that_remain_next_to_a_saved_model_are_named(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / name).write_bytes(b"GGUF and the rest of another model")

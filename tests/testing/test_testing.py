@@ -430,7 +430,7 @@ def test_linen_parameters_are_transposed_cast_and_placed() -> None:
 
 
 class Constants(nnx.Module):
-    """A linear layer beside an array, a number and a tuple of arrays, none of which are parameters."""
+    """A linear layer, and an array, a number and a tuple that are not parameters."""
 
     def __init__(self) -> None:
         self.up = nnx.Linear(WIDTH, 20, rngs=nnx.Rngs(0))

@@ -37,7 +37,7 @@ def command() -> NoReturn:
 
 
 def _repeat_interrupt(hook: Callable[[Any], Any], unraisable: Any) -> None:
-    """Raise a Ctrl-C again that Python ignored. ``hook`` handles all other ignored exceptions.
+    """Repeat a Ctrl-C that Python ignored. Pass other ignored exceptions to ``hook``.
 
     Python ignores exceptions in ``gc.callbacks``, and JAX registers one of them. Without this function, 8 of 31
     interrupts during the imports were lost (jax 0.10.2).
@@ -46,7 +46,7 @@ def _repeat_interrupt(hook: Callable[[Any], Any], unraisable: Any) -> None:
         hook(unraisable)
         return
     with contextlib.suppress(RuntimeError):  # during the interpreter's shutdown
-        threading.Timer(0.01, _thread.interrupt_main).start()  # after the callback has returned
+        threading.Timer(0.01, _thread.interrupt_main).start()  # 10 ms later, when the callback has usually returned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -98,7 +98,7 @@ class CallFormat:
 
         Models of any family may write calls as JSON objects. One opening tag may precede several objects or a list.
         """
-        # If `closing` is empty, `tail` has the tag after the last call: an object after it is content.
+        # If `closing` is empty, `tail` includes the tag after the last call. An object after this tag is content.
         end_of_call = self._brackets if self.closing == "" else f"(?:{self.tail.pattern})?{self._brackets}"
         return re.compile(rf"(?:{self._between('+')}|{end_of_call}[,;]?\s*+)(?:\[\s*+)?(?=\{{)")
 
@@ -113,7 +113,7 @@ class CallFormat:
 
     @property
     def _brackets(self) -> str:
-        """Pattern of what may follow the arguments inside a call: further fields of an object, and closing brackets."""
+        """Pattern of the further fields and closing brackets after the arguments."""
         return (r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?" if self.is_object else "") + rf"[\s{self._closers}]*+"
 
     @property

@@ -219,7 +219,10 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 
 def _integral_to_int(value: Any) -> Any:
-    """Convert integral floats such as 5.0, also in lists, because some clients serialize integers as floats."""
+    """Convert integral floats such as 5.0 to int, including floats in lists.
+
+    Some clients serialize integers as floats.
+    """
     if isinstance(value, list):
         return [_integral_to_int(element) for element in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
