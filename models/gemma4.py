@@ -230,9 +230,11 @@ class Gemma4Text(GemmaModel):
         return c.attention_types[index], index >= c.first_shared, c.stores_keys[index]
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> PyTree:
-        if self.has_layer_inputs and not hasattr(self.embed, "inputs"):
-            raise ValueError(f"model.embed, a {type(self.embed).__name__}, must define inputs(x, tokens)")
-        inputs = cast(PerLayerEmbed, self.embed).inputs(x, jnp.asarray(tokens)) if self.has_layer_inputs else None
+        inputs = None
+        if self.has_layer_inputs:
+            if not hasattr(self.embed, "inputs"):
+                raise ValueError(f"model.embed, a {type(self.embed).__name__}, must define inputs(x, tokens)")
+            inputs = cast(PerLayerEmbed, self.embed).inputs(x, jnp.asarray(tokens))
         return (x, inputs, jnp.int32(0), {}) if self.passes_layer_state else x
 
     def from_layer_output(self, x: PyTree) -> Float[Array, "B T_out D"]:

@@ -23,6 +23,7 @@ from nnxmoe.convert import maxtext
 from nnxmoe.convert.conversion import detect_format
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.maxtext import layout
+from nnxmoe.convert.maxtext.array_trees import flatten_arrays
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe import balance
@@ -381,6 +382,16 @@ def test_box_metadata_is_skipped(box: str, tmp_path: Path) -> None:
         assert set(skipped) == ({"raw_value of boxes that also have value"} if box in ("both", "nested") else set())
 
 
+def test_text_beside_a_value_is_metadata() -> None:
+    array, spec = np.ones(2), jax.sharding.PartitionSpec("fsdp")
+    for text in ("embed", ("embed", None), None, spec):
+        assert flatten_arrays({"x": {"value": {}, "sharding": text}}) == {}
+        found = flatten_arrays({"x": {"value": {"qvalue": array, "scale": array}, "sharding": text}})
+        assert found.keys() == {"x/value/qvalue", "x/value/scale"}
+    with pytest.raises(ValueError, match=r"not JAX or NumPy arrays: x/bias \(object\)"):
+        flatten_arrays({"x": {"value": {"kernel": array}, "bias": object()}})
+
+
 def test_layers_scanned_on_the_first_axis() -> None:
     """MaxText's ``param_scan_axis: 0``; a part of them so is an error."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
@@ -410,6 +421,8 @@ def test_what_is_no_tree_of_arrays_is_refused() -> None:
     query = next(name for name in params if name.endswith("/query/kernel"))
     with pytest.raises(ValueError, match=rf"not JAX or NumPy arrays: {query} \(object\)"):
         maxtext.from_tree(nested(params | {query: object()}), config)
+    with pytest.raises(ValueError, match=rf"not JAX or NumPy arrays: {name}/value \(object\)"):
+        maxtext.from_tree(params | {name: {"value": object(), "sharding": None}}, config)
     for leaf in (None, "x", [1.0] * 32, nnx.relu):
         with pytest.raises(ValueError, match=rf"not JAX or NumPy arrays: {name} \({type(leaf).__name__}\)"):
             maxtext.from_tree(params | {name: leaf}, config)

@@ -188,7 +188,7 @@ def end_ids(model: GGUF) -> list[int]:
         texts -= {"</s>"}
     for key in ("fim_pad", "fim_rep", "fim_sep"):
         number = _id(model, key, len(tokens))
-        ends += [i for i, text in enumerate(tokens) if text in _FIM[key,]] if number is None else [number]
+        ends += [i for i, text in enumerate(tokens) if text in _FIM[(key,)]] if number is None else [number]
     return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
 
 

@@ -15,6 +15,7 @@ from nnxmoe.config.printable import some
 Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
+_TEXTS = str, jax.sharding.PartitionSpec
 _VALUES = ("value", "raw_value")  # Names of the array in a saved box.
 # Type of state -> names of branches, and names of integer arrays, that contain this state anywhere in a tree.
 _STATES = {
@@ -67,16 +68,27 @@ def flatten_tree(tree: Tree) -> dict[str, Any]:
 
 
 def _is_box(tree: Any) -> bool:
-    """Return whether ``value`` or ``raw_value`` is an array or another box, and not a module of this name."""
+    """Return whether ``tree`` is a saved box: ``value`` or ``raw_value`` is an array or a box.
+
+    A module may also have one of these names.
+    """
     values = [tree[name] for name in _VALUES if name in tree] if isinstance(tree, Mapping) else []
     return any(not isinstance(value, Mapping) or _is_box(value) for value in values)
 
 
+def _is_metadata(branch: Any, of_box: bool) -> bool:
+    """Return whether a sibling of ``value`` is metadata, such as ``sharding``. It may have any type in boxes."""
+    leaves = jax.tree.leaves(branch)
+    if of_box:
+        return not any(isinstance(leaf, _ARRAYS) for leaf in leaves)
+    return not isinstance(branch, Mapping) and all(isinstance(leaf, _TEXTS) for leaf in leaves)
+
+
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
-        is_box = _is_box(tree)  # The other fields of a box are metadata, such as ``sharding``.
+        has_value, is_box = any(name in tree for name in _VALUES), _is_box(tree)
         for name, branch in tree.items():
-            if not is_box or any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(branch)):
+            if not (has_value and _is_metadata(branch, is_box and name not in _VALUES)):
                 yield from _leaves(branch, (*path, str(name)))
         return
     value = tree.unbox() if isinstance(tree, meta.AxisMetadata) else tree
@@ -91,7 +103,7 @@ def strip_boxes(name: str) -> str:
 
 
 def split_off_states(values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
-    """Separate parameters from the state of training and of random number generators, and duplicate values of boxes.
+    """Separate parameters from training state, random state and duplicate values of boxes.
 
     Returns:
         Tuple of the values that may be parameters, by name, and the names of skipped branches, by reason.

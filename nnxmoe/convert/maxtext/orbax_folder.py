@@ -170,7 +170,7 @@ def top_level_names(folder: Path) -> list[str]:
 
 
 def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return (handler for reading, the tree's metadata, with None in place of strings)."""
+    """Return the read handler and the tree's metadata. Strings in the metadata are replaced with None."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} contains no Orbax checkpoint: _METADATA is missing")
     check_orbax_path(folder)
