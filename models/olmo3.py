@@ -12,6 +12,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.layer_types import ScaledFullRopeConfig, interleaved_types
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import as_number
 from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, PostNormLayer
@@ -41,7 +42,7 @@ class Olmo3Config(ScaledFullRopeConfig):
     pad_token_id: int | None = 1
 
     def __post_init__(self) -> None:
-        if not self.rope_parameters and self.rope_theta != type(self).rope_theta:
+        if not self.rope_parameters and as_number(self.rope_theta) != type(self).rope_theta:
             raise ConfigError(  # transformers 5.24 ignores a top-level rope_theta in sliding-window layers
                 f"rope_theta {short(self.rope_theta)} is not supported without rope_parameters per layer type: set them"
             )

@@ -26,7 +26,7 @@ from nnxmoe.config.frozen import FrozenDict, thaw
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields, theta_in
-from nnxmoe.config.validate import python_values
+from nnxmoe.config.validate import as_number, python_values
 
 _ROPES = {"rope_scaling", "rope_parameters"}
 
@@ -89,7 +89,8 @@ class DecoderConfig(KnownFields):
     dtype: str | None = one_of(None, "float32", "bfloat16", "float16", "float64")
 
     def __post_init__(self) -> None:
-        self._read_thetas()
+        self._update_default_ropes()
+        self._read_overrides()
         for name in ("rope_scaling", "rope_parameters"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
@@ -115,28 +116,41 @@ class DecoderConfig(KnownFields):
         """Return ``default_ropes`` with a different value of the field ``rope_theta``."""
         return {**cls.default_ropes, "rope_theta": theta}
 
-    def _read_thetas(self) -> None:
-        """Set the fields that the rope objects override. A ``rope_theta`` without an object replaces the default's.
+    @classmethod
+    def _overrides(cls, scaling: Any, parameters: Any) -> dict[str, Any]:
+        """Call `rope_overrides`, with ``default_ropes`` if neither rope object is set."""
+        return cls.rope_overrides(scaling, parameters if scaling or parameters else cls.default_ropes)
 
-        Raises ConfigError if a field differs from the rope object that sets it, unless the object is new. A
-        `FrozenDict` comes from an existing config, where both had the same value.
+    def _update_default_ropes(self) -> None:
+        """If neither object is set, ``rope_theta`` replaces the theta of ``default_ropes``.
+
+        An existing ``rope_parameters`` that equals ``default_ropes`` apart from the theta counts as not set.
         """
-        ropes = self.rope_scaling, self.rope_parameters
-        if self.default_ropes and not any(ropes):
-            default = self.rope_overrides(None, self.default_ropes)["rope_theta"]
-            if self.rope_theta not in (None, default):
-                object.__setattr__(self, "rope_parameters", self.default_ropes_with(self.rope_theta))
-            ropes = None, self.rope_parameters or self.default_ropes
-        new = self.rope_overrides(*(None if isinstance(rope, FrozenDict) else rope for rope in ropes))
-        for name, theta in self.rope_overrides(*ropes).items():
-            given = getattr(self, name)
-            if given not in (None, theta) and theta not in (None, new[name]):
+        ropes, theta = self.rope_parameters or self.default_ropes, as_number(self.rope_theta)
+        if not self.default_ropes or self.rope_scaling or theta is None or not isinstance(ropes, FrozenDict):
+            return
+        current = self._overrides(None, ropes)["rope_theta"]
+        if theta != current and ropes == self.default_ropes_with(current):
+            updated = self.default_ropes_with(theta)
+            object.__setattr__(self, "rope_parameters", None if updated == self.default_ropes else updated)
+
+    def _read_overrides(self) -> None:
+        """Set the fields that the rope objects override.
+
+        Raises ConfigError if a field differs from a rope object of an existing config (a `FrozenDict`). A rope object
+        passed as a dict takes precedence over the field.
+        """
+        scaling_overrides = self.rope_overrides(self.rope_scaling, None)
+        for name, override in self._overrides(self.rope_scaling, self.rope_parameters).items():
+            value, rope = getattr(self, name), "rope_parameters" if scaling_overrides[name] is None else "rope_scaling"
+            if override is None or (value is not None and as_number(value) is None):
+                continue  # `check_fields` reports values that are not numbers
+            if isinstance(getattr(self, rope), FrozenDict) and as_number(value) not in (None, as_number(override)):
                 raise ConfigError(
-                    f"{name} is {short(given)}, but the rope object sets {short(theta)}: pass {short(given)} in "
-                    "rope_parameters as well, or pass rope_parameters as a dict to use its value"
+                    f"{name} is {short(value)}, but {rope} sets {short(override)}: set {short(value)} there as well, "
+                    f"or pass {rope}=None"
                 )
-            if theta is not None:
-                object.__setattr__(self, name, theta)
+            object.__setattr__(self, name, override)
 
     def _check(self) -> None:
         check_fields(self)
@@ -178,9 +192,8 @@ class DecoderConfig(KnownFields):
         for name in _ROPES & values.keys():
             if isinstance(rope := values[name], Mapping):
                 values[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
-        ropes = values.get("rope_scaling"), values.get("rope_parameters")
-        for name, theta in cls.rope_overrides(*(ropes if any(ropes) else (None, cls.default_ropes))).items():
-            if theta is not None:  # the rope object overrides the field in transformers, too
+        for name, value in cls._overrides(values.get("rope_scaling"), values.get("rope_parameters")).items():
+            if value is not None:  # the rope object overrides the field in transformers, too
                 values.pop(name, None)
         config = cls(**{k: v for k, v in values.items() if k in field_names})
         check_unknown_fields(config, cls.unknown_fields(fields), fields)
@@ -209,10 +222,8 @@ class DecoderConfig(KnownFields):
             if isinstance(rope := fields[name], Mapping):
                 unknown |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in names}
         if not any(fields.get(name) for name in _ROPES):
-            overrides = cls.rope_overrides(None, cls.default_ropes)
-            unknown |= {
-                k: fields[k] for k, v in overrides.items() if k not in ignored and v not in (None, fields.get(k, v))
-            }
+            defaults = {k: v for k, v in cls._overrides(None, None).items() if v is not None and k not in ignored}
+            unknown |= {k: fields[k] for k, v in defaults.items() if k in fields and fields[k] != v}
         return unknown
 
     @classmethod

@@ -1471,6 +1471,51 @@ def without_ropes(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_parameters")}
 
 
+def check_advice(config: DecoderConfig, theta: float) -> None:
+    """Follow the error message of a replaced theta in both ways."""
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(config, rope_theta=theta)
+    (name,) = re.findall(r"or pass (\w+)=None", str(caught.value))
+    rope = config.to_hf()[name]
+    for fields in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if fields.get("rope_theta") == config.rope_theta:
+            fields["rope_theta"] = theta
+    for value in (rope, FrozenDict(rope), None):
+        assert dataclasses.replace(config, rope_theta=theta, **{name: value}).rope_theta == theta
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BY_TYPE if kind != "olmo3"])
+def test_a_theta_can_be_replaced_twice(kind: str) -> None:
+    config = dataclasses.replace(config_from_hf(without_ropes(BY_TYPE[kind])), rope_parameters=None)
+    first = dataclasses.replace(config, rope_theta=12345.0)
+    for theta in (12345.0, 54321.0, type(config).rope_theta):
+        second = dataclasses.replace(first, rope_theta=theta)
+        assert second == dataclasses.replace(config, rope_theta=theta) == dataclasses.replace(second)
+        read = config_from_hf(second.to_hf())
+        assert read.rope == second.rope
+        assert read == second or kind == "step3p5", "Step 3.5 always reads rope_parameters from a file"
+    assert dataclasses.replace(first, rope_theta=config.rope_theta) == config
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, 2.0]), "x"])
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_a_theta_that_is_no_number_is_refused(kind: str, value: Any) -> None:
+    for fields in (BY_TYPE[kind], without_ropes(BY_TYPE[kind])):
+        with pytest.raises(ConfigError, match=r"rope_theta (must be a|.* is not supported without)"):
+            dataclasses.replace(config_from_hf(fields), rope_theta=value)
+
+
+def test_a_theta_in_rope_scaling_takes_precedence_and_is_named() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    config = config_from_hf({"model_type": "llama", "rope_scaling": scaling})
+    for theta in (3e4, 5e5):
+        with pytest.raises(ConfigError, match=r"is 30000.0, but rope_scaling sets 500000.0: .*pass rope_scaling=None"):
+            dataclasses.replace(config, rope_theta=3e4, rope_parameters={"rope_theta": theta})
+    parameters = {"rope_theta": 3e4}
+    changed = dataclasses.replace(config, rope_theta=3e4, rope_scaling=None, rope_parameters=parameters)
+    assert changed.rope.theta == changed.rope_theta == 3e4
+
+
 @pytest.mark.parametrize("has_ropes", [True, False])
 @pytest.mark.parametrize("kind", BY_TYPE)
 def test_a_replaced_theta_has_an_effect_or_names_the_rope_object(kind: str, has_ropes: bool) -> None:
@@ -1480,10 +1525,9 @@ def test_a_replaced_theta_has_an_effect_or_names_the_rope_object(kind: str, has_
     }
     for theta in (54321.0, type(config).rope_theta):
         if "rope_theta" in overridden and theta != config.rope_theta:
-            with pytest.raises(
-                ConfigError, match=r"rope_theta is .*, but the rope object sets .* in rope_parameters as"
-            ):
+            with pytest.raises(ConfigError, match=r"rope_theta is .*, but rope_(parameters|scaling) sets .* there as"):
                 dataclasses.replace(config, rope_theta=theta)
+            check_advice(config, theta)
         elif kind != "olmo3":
             changed = dataclasses.replace(config, rope_theta=theta)
             assert changed.rope.theta == changed.rope_theta == theta
@@ -1522,7 +1566,9 @@ def test_a_field_is_compared_with_the_rope_object_that_sets_it() -> None:
     for name in ("rope_theta", "rope_local_base_freq"):
         ropes = {layer_type: {"rope_theta": 2e4} for layer_type in ("full_attention", "sliding_attention")}
         config = config_from_hf({"model_type": "gemma3_text", "rope_parameters": ropes})
-        with pytest.raises(ConfigError, match=f"{name} is 30000.0, but the rope object sets 20000.0: pass 30000.0 in"):
+        with pytest.raises(
+            ConfigError, match=f"{name} is 30000.0, but rope_parameters sets 20000.0: set 30000.0 there"
+        ):
             dataclasses.replace(config, rope_scaling=linear, **{name: 3e4})
     for kind in ("laguna", "step3p5"):
         config = config_from_hf(BY_TYPE[kind])
@@ -1537,7 +1583,7 @@ def test_thetas_of_other_layers_are_not_replaced_silently() -> None:
     v4 = config_from_hf(BY_TYPE["deepseek_v4"] | {"rope_parameters": ropes, "rope_scaling": None})
     assert (v4.rope_theta, v4.compress_rope_theta) == (2e4, 3e4)
     for config, name in ((gemma3, "rope_local_base_freq"), (v4, "compress_rope_theta")):
-        with pytest.raises(ConfigError, match=f"{name} is 12345.0, but the rope object sets"):
+        with pytest.raises(ConfigError, match=f"{name} is 12345.0, but rope_(parameters|scaling) sets"):
             dataclasses.replace(config, **{name: 12345.0})
         assert config_from_hf(config.to_hf()) == config
 
