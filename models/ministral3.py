@@ -60,10 +60,6 @@ class Ministral3Config(DecoderConfig):
         position_scale(self.rope_fields)
 
     @property
-    def rope_fields(self) -> Mapping[str, Any]:
-        return super().rope_fields or self.default_ropes
-
-    @property
     def window(self) -> int | None:
         return self.sliding_window
 

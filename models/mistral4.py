@@ -81,7 +81,7 @@ class Mistral4Config(DeepSeekV3Config):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        return {name: value for name, value in (super().rope_fields or self.default_ropes).items() if name != FACTOR}
+        return {name: value for name, value in super().rope_fields.items() if name != FACTOR}
 
 
 class Mistral4(DeepSeekV3):

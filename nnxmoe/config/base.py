@@ -347,8 +347,8 @@ class DecoderConfig(KnownFields):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """Rope object: ``rope_scaling`` (transformers 4) if set, else ``rope_parameters`` (transformers 5)."""
-        return self.rope_scaling or self.rope_parameters or {}
+        """Rope object: ``rope_scaling`` (transformers 4), ``rope_parameters`` (transformers 5) or ``default_ropes``."""
+        return self.rope_scaling or self.rope_parameters or self.default_ropes
 
     @property
     def rope(self) -> Rope:
